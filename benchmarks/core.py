@@ -37,8 +37,8 @@ from natgrad.geometry import unflatten
 from natgrad.operators import DiagonalOperator
 
 OURS = "natgrad"
-EXACT = ng.Fisher(ng.Categorical())
-ONE_SAMPLE = ng.Fisher(ng.Categorical(), samples=1)
+EXACT = ng.Fisher(ng.Categorical(axis=-1))
+ONE_SAMPLE = ng.Fisher(ng.Categorical(axis=-1), samples=1)
 
 
 def product(problem: Problem, v: Tensor) -> Contestant:

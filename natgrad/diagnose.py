@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from natgrad.errors import MemoryBoundError
+from natgrad.errors import MemoryBoundError, NatgradError
 from natgrad.geometry import Covector, Vector
+from natgrad.lanczos import SpectralDensity, residual, spectral_density
 from natgrad.linalg import range_rounding
-from natgrad.model import check_slots
+from natgrad.model import Model, check_slots, map_tensors
 from natgrad.pullback.pullback import Pullback, at
+from natgrad.pullback.pullback import pullback as pulled_back
 from natgrad.structures.base import Layout
 from natgrad.structures.dense import Dense
+from natgrad.structures.implicit import Implicit
 from natgrad.structures.kernel import Kernel
+
+_LARGEST = 2048  # rows of a matrix whose eigenvectors are computed: some seconds on a processor
 
 
 @final
@@ -32,6 +38,14 @@ class Diagnosis:
     (van Oostrum, Müller and Ay 2023, section 2). Constant rank does not show that the point is proper in their sense:
     other parameters far away may have the same outputs, where the image of the whole model crosses itself. The rank is
     compared at a few random parameters, on one batch.
+
+    The numbers are computed in double precision, ``spectrum.dtype``, whatever the precision ``dtype`` of the model; a
+    model that does not run in double has them in its own. ``resolved``: how many eigenvalues are above the rounding of
+    ``dtype``. Where that is less than ``rank``, a rank that is found in that precision is another one.
+
+    By the Lanczos process, the ``density`` is that of random probes, ``rank`` an estimate with the error
+    ``rank_error``, ``spectrum`` the Ritz values of one probe (the largest are eigenvalues), ``outside`` a bound from
+    above, and what needs eigenvectors is left out: null shares and directions, and the rank nearby (None).
     """
 
     size: int
@@ -39,48 +53,92 @@ class Diagnosis:
     spectrum: Tensor
     null_share: dict[str, float]
     null_directions: tuple[Vector, ...]
-    nearby_rank: int
+    nearby_rank: int | None
     outside: float | None = None
+    dtype: torch.dtype | None = None
+    density: SpectralDensity | None = None
+    rank_error: float = 0.0
 
     @property
     def singular(self) -> bool:
         return self.rank < self.size
 
     @property
-    def constant_rank(self) -> bool:
-        return self.rank == self.nearby_rank
+    def constant_rank(self) -> bool | None:
+        return None if self.nearby_rank is None else self.rank == self.nearby_rank
 
     @property
     def in_range(self) -> bool | None:
+        """None without ω, and where the Lanczos process has not decided it."""
         if self.outside is None:
             return None
-        return self.outside <= range_rounding(self.spectrum.numel(), self.spectrum.dtype)
+        small = self.outside <= range_rounding(self.spectrum.numel(), self.dtype or self.spectrum.dtype)
+        return small if small or self.density is None else None
+
+    @property
+    def resolved(self) -> int:
+        if self.dtype is None or self.dtype == self.spectrum.dtype or self.rank == 0:
+            return self.rank
+        rounding = torch.finfo(self.dtype).eps * float(self.spectrum[0])
+        if self.density is not None:
+            return min(self.rank, round(self.density.count_above(rounding * self.density.probed)[0]))
+        return min(self.rank, int((self.spectrum > rounding * self.spectrum.numel()).sum()))
 
     def __str__(self) -> str:
-        largest, smallest = float(self.spectrum[0]), float(self.spectrum[max(self.rank, 1) - 1])
-        lines = [
-            f"rank {self.rank} of {self.size}" + (": singular, damp it or use Pinv()" if self.singular else ""),
-            f"eigenvalues from {largest:.3g} down to {smallest:.3g}, condition {largest / smallest:.3g} in the range"
-            if self.rank
-            else "the metric is zero",
-            "constant rank: it is the same nearby"
-            if self.constant_rank
-            else f"no constant rank: it is {self.nearby_rank} nearby, the step depends on the parametrisation",
-        ]
+        about = f" ± {self.rank_error:.2g}" if self.rank_error else ""
+        lines = [f"rank {self.rank}{about} of {self.size}" + (": singular, damp it or use Pinv()" * self.singular)]
+        if not self.rank:
+            lines.append("the metric is zero")
+        elif self.density is None:
+            largest, smallest = float(self.spectrum[0]), float(self.spectrum[self.rank - 1])
+            condition = f"condition {largest / smallest:.3g} in the range"
+            lines.append(f"eigenvalues from {largest:.3g} down to {smallest:.3g}, {condition}")
+        else:
+            lines.append(f"largest eigenvalue {self.density.largest:.3g}; eigenvalues by decades:\n{self.density}")
+        if self.dtype is not None and self.spectrum.dtype != torch.float64:
+            lines.append(f"computed in {_name(self.spectrum.dtype)}: in float64 the rank may be larger")
+        elif self.resolved < self.rank:
+            name = _name(self.dtype)
+            lines.append(
+                f"in {name} only {self.resolved} of them are above rounding: its rank and that of float64 differ"
+            )
+        if self.constant_rank:
+            lines.append("constant rank: it is the same nearby")
+        elif self.nearby_rank is not None:
+            lines.append(f"no constant rank: it is {self.nearby_rank} nearby, the step depends on the parametrisation")
         if self.outside is not None:
-            inside = "lies in the range of the metric" if self.in_range else "does not lie in the range of the metric"
-            lines.append(f"ω {inside} (relative part outside {self.outside:.2g})")
+            verdict = {True: "lies in", False: "does not lie in", None: "is not shown to lie in"}[self.in_range]
+            most = "at most " if self.density is not None else ""
+            lines.append(f"ω {verdict} the range of the metric (relative part outside {most}{self.outside:.2g})")
         lines += [f"  {name}: {share:6.1%} null" for name, share in self.null_share.items() if share > 1e-9]
         return "\n".join(lines)
 
 
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def diagnose(
-    pullback: Pullback, ω: Covector | None = None, *, rtol: float | None = None, nearby: int = 2, directions: int = 4
+    pullback: Pullback,
+    ω: Covector | None = None,
+    *,
+    rtol: float | None = None,
+    nearby: int = 2,
+    directions: int = 4,
+    method: Literal["auto", "dense", "lanczos"] = "auto",
+    probes: int = 4,
+    steps: int = 200,
+    generator: torch.Generator | None = None,
 ) -> Diagnosis:
     """Rank, spectrum and null directions of a pulled-back metric, which is not inverted.
 
-    ``rtol``: eigenvalues at most rtol times the largest count as zero (default: their number × machine epsilon).
-    ``nearby``: at how many random parameters close by the rank is compared. ``directions``: how many null directions.
+    ``rtol``: eigenvalues at most rtol times the largest count as zero (default: their number × the machine epsilon of
+    double precision, in which all is computed where the model allows). ``nearby``: at how many random parameters close
+    by the rank is compared. ``directions``: how many null directions.
+
+    ``method="dense"`` computes all eigenvectors, of G or of the N·K rows of its root, whichever is smaller. It is the
+    default up to 2,048 of them, within the memory bound of the pullback. For networks of real size ``"lanczos"`` needs
+    ``probes`` × ``steps`` products with G, and reports the rank with an error (``natgrad.spectral_density``).
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 3).double()
@@ -89,8 +147,23 @@ def diagnose(
     6
     """
     check_slots(pullback=(pullback, Pullback))
-    basis, spectrum, rank = _range(pullback, rtol)
-    layout = Layout.of(pullback.model.params, pullback.y.dtype)
+    if method not in ("auto", "dense", "lanczos"):
+        raise ValueError(f'diagnose(method=…) is "auto", "dense" or "lanczos", not {method!r}')
+    dtype = pullback.model.example.dtype
+    small = min(pullback.model.size, pullback.columns * pullback.n)
+    needed = small * pullback.model.size * torch.float64.itemsize
+    if method == "auto":
+        method = "dense" if small <= _LARGEST and needed <= pullback.memory else "lanczos"
+    if method == "dense" and needed > pullback.memory:
+        raise MemoryBoundError(
+            f"the eigenvectors of {pullback.model.size:,} parameters need {needed:,} bytes, over the bound "
+            f'memory={pullback.memory:,}: use method="lanczos", or diagnose a smaller batch or a part of the model'
+        )
+    pb = _in_double(pullback)
+    layout = Layout.of(pullback.model.params, pb.y.dtype)
+    if method == "lanczos":
+        return _by_lanczos(pb, ω, rtol, probes, steps, generator, layout, dtype)
+    basis, spectrum, rank = _range(pb, rtol)
     visible = basis.square().sum(1)  # the diagonal of the projection onto the range
     share = {name: 1 - float(t.mean()) for name, t in layout.vector(visible).items()}
     outside = None
@@ -100,25 +173,74 @@ def diagnose(
         rest = flat - basis @ (basis.T @ flat)
         outside = float(torch.linalg.vector_norm(rest) / norm) if float(norm) > 0 else 0.0
     return Diagnosis(
-        size=pullback.model.size,
+        size=pb.model.size,
         rank=rank,
         spectrum=spectrum,
         null_share={name: max(value, 0.0) for name, value in share.items()},
-        null_directions=_null(basis, visible, layout, min(directions, pullback.model.size - rank)),
-        nearby_rank=max([rank] + [_rank_nearby(pullback, rtol, seed) for seed in range(nearby)]),
+        null_directions=_null(basis, visible, layout, min(directions, pb.model.size - rank)),
+        nearby_rank=max([rank] + [_rank_nearby(pb, rtol, seed) for seed in range(nearby)]),
         outside=outside,
+        dtype=dtype,
     )
+
+
+def _by_lanczos(
+    pb: Pullback,
+    ω: Covector | None,
+    rtol: float | None,
+    probes: int,
+    steps: int,
+    generator: torch.Generator | None,
+    layout: Layout,
+    dtype: torch.dtype,
+) -> Diagnosis:
+    G = Implicit().estimate(pb)
+    density = spectral_density(G, probes=probes, steps=steps, generator=generator, memory=pb.memory)
+    cut = density.rounding if rtol is None else rtol * density.largest
+    low, high = density.bounds_above(cut)
+    error = density.count_above(cut)[1]
+    first = density.values[0][density.counts[0] > 0]
+    return Diagnosis(
+        size=pb.model.size,
+        rank=round((low + high) / 2),
+        spectrum=first.flip(0).to(pb.y.dtype),
+        null_share={},
+        null_directions=(),
+        nearby_rank=None,
+        outside=None if ω is None else residual(G.product, layout.flatten(ω).to(pb.y), steps),
+        dtype=dtype,
+        density=density,
+        rank_error=(high - low) / 2 + error,
+    )
+
+
+def _in_double(pb: Pullback) -> Pullback:
+    """The same pullback in double precision; itself where that is what it is, or where the model does not run in it.
+
+    A sampled metric stays: in another precision its samples would be other ones.
+    """
+    if pb.y.dtype == torch.float64 or not pb.metric.exact:
+        return pb
+
+    def double(t: Tensor) -> Tensor:
+        return t.double() if t.is_floating_point() else t
+
+    model = pb.model
+    try:
+        if model.module is None:
+            params = {name: p.detach().double() for name, p in model.params.items()}
+            moved = Model(model.function, params, model.output, model.examples)
+        else:
+            moved = Model.of(copy.deepcopy(model.module).double(), output=model.output, examples=model.examples)
+        x, target = map_tensors(pb.batch.x, double), map_tensors(pb.batch.target, double)
+        new = pulled_back(moved, x, pb.metric, target, memory=pb.memory)
+    except (RuntimeError, TypeError, ValueError, NatgradError):  # single precision is written into it somewhere
+        return pb
+    return new if new.y.dtype == torch.float64 and new.y.shape == pb.y.shape else pb
 
 
 def _range(pb: Pullback, rtol: float | None) -> tuple[Tensor, Tensor, int]:
     """An orthonormal basis U [p rank] of the range of G, the spectrum (largest first) and the rank."""
-    small = min(pb.model.size, pb.columns * pb.n)
-    needed = small * pb.model.size * pb.y.element_size()
-    if needed > pb.memory:
-        raise MemoryBoundError(
-            f"the eigenvectors of {pb.model.size:,} parameters need {needed:,} bytes, over the bound "
-            f"memory={pb.memory:,}: diagnose a smaller batch or a part of the model (freeze the rest)"
-        )
     if pb.model.size <= pb.columns * pb.n:
         values, vectors = torch.linalg.eigh(Dense().estimate(pb).matrix)
     else:

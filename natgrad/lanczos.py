@@ -71,6 +71,23 @@ class SpectralDensity:
         """How many eigenvalues are larger than ``cut`` in absolute value, and the standard error."""
         return self.trace_of(lambda λ: (λ.abs() > cut).to(λ.dtype))
 
+    def bounds_above(self, cut: float) -> tuple[float, float]:
+        """Between which numbers the count of eigenvalues above ``cut`` lies, but for the error of the probes.
+
+        A Gauss rule does not see where its weights lie between its nodes: the weight of the node on either side of the
+        cut may be on the other one (inequalities of Chebyshev, Markov and Stieltjes). An exhausted process has no such
+        doubt.
+        """
+        low = high = 0.0
+        for values, counts in zip(self.values, self.counts, strict=True):
+            positive = counts > 0
+            values, counts = values[positive], counts[positive]
+            first = int((values <= cut).sum())
+            total = float(counts[first:].sum())
+            low += total - (0.0 if self.exhausted else float(counts[first : first + 1].sum()))
+            high += total + (0.0 if self.exhausted else float(counts[max(first - 1, 0) : first].sum()))
+        return low / len(self.values), high / len(self.values)
+
     def histogram(self, edges: Tensor) -> Tensor:
         """The number of eigenvalues in each of the intervals [e_i, e_i+1), for ascending ``edges`` [m + 1]."""
         inside = (self.values[:, None] >= edges[:-1, None]) & (self.values[:, None] < edges[1:, None])
@@ -148,7 +165,7 @@ def spectral_density(
     for _ in range(probes):
         signs = torch.randint(2, (dimension,), generator=generator, device=device)
         diagonal, beside, ended = lanczos(product, (2 * signs - 1).to(dtype), steps)
-        values, weights = gauss_rule(diagonal.double().cpu(), beside.double().cpu())
+        values, weights = gauss_rule(diagonal.double().cpu(), beside[:-1].double().cpu())
         rules.append((values, dimension * weights))
         exhausted &= ended
     return SpectralDensity(
@@ -162,13 +179,15 @@ def spectral_density(
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[Tensor, Tensor, bool]:
-    """The Jacobi matrix of a symmetric operator and a vector: its diagonal α [k], what is beside it β [k − 1].
+    """The Jacobi matrix of a symmetric operator and a vector: its diagonal α [k], and β [k], k − 1 of them beside it.
 
     With the orthonormal vectors q of the process, A q_k = β_k q_k+1 + α_k q_k + β_k−1 q_k−1 (Lanczos 1950). Every new
     vector is made orthogonal to all earlier ones twice: without that, rounding finds eigenvalues again and again. The
-    last value says whether the process ended before, or with, its last step: the vectors span an invariant space.
+    last value says whether the process ended before, or with, its last step: the vectors span an invariant space, and
+    the last β is zero up to rounding.
 
-    >>> α, β, ended = lanczos(lambda v: torch.tensor([1.0, 2.0, 2.0]) * v, torch.ones(3), 3)
+    >>> α, (*β, _), ended = lanczos(lambda v: torch.tensor([1.0, 2.0, 2.0]) * v, torch.ones(3), 3)
+    >>> β = torch.tensor(β)
     >>> torch.linalg.eigvalsh(torch.diag(α) + torch.diag(β, 1) + torch.diag(β, -1)).round(decimals=5), ended
     (tensor([1., 2.]), True)
     """
@@ -191,7 +210,23 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> t
             break
         q = w / β[-1]
     ended = len(α) == start.numel() or β[-1] <= rounding * size
-    return start.new_tensor(α), start.new_tensor(β[:-1]), ended
+    return start.new_tensor(α), start.new_tensor(β), ended
+
+
+def residual(product: Callable[[Tensor], Tensor], ω: Tensor, steps: int) -> float:
+    """The least ‖ω − Av‖/‖ω‖ over the v that so many products reach (Paige and Saunders 1975): 0 for ω in the range."""
+    norm = float(torch.linalg.vector_norm(ω))
+    if norm == 0:
+        return 0.0
+    diagonal, beside, ended = lanczos(product, ω, min(steps, len(ω)))
+    α, β, k = diagonal.double().cpu(), beside.double().cpu(), len(diagonal)
+    β = torch.where(torch.arange(k) == k - 1, 0.0, β) if ended else β
+    T = torch.zeros(k + 1, k, dtype=torch.float64)
+    T[:k] = torch.diag(α) + torch.diag(β[:-1], 1)
+    T[1:] += torch.diag(β)
+    unit = torch.zeros(k + 1, 1, dtype=torch.float64)
+    unit[0] = 1.0
+    return float(torch.linalg.vector_norm(unit - T @ (torch.linalg.pinv(T) @ unit)))
 
 
 def _root_columns(G: Operator, memory: int) -> int | None:

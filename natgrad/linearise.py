@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from natgrad.accelerate.devices import autocasts, in_transform
+from natgrad.errors import IncompatibleError
 from natgrad.model import Inputs, Model
 
 # J v is the derivative of u ↦ Jᵀu. Torch's double backward pass of a convolution always computes the derivatives in the
@@ -151,7 +152,13 @@ class Linearisation:
         """J v [n *out]."""
         pairs = [(g, v[name]) for name, g in zip(self.params, self._pulled, strict=True) if g is not None]
         outputs, tangents = [g for g, _ in pairs], [t.to(g.dtype) for g, t in pairs]
-        (jv,) = torch.autograd.grad(outputs, self._u, tangents, retain_graph=True, allow_unused=True)
+        try:
+            (jv,) = torch.autograd.grad(outputs, self._u, tangents, retain_graph=True, allow_unused=True)
+        except NotImplementedError as error:
+            raise IncompatibleError(
+                f"J v is the derivative of a backward pass, and an operation of the model has no second one ({error}): "
+                "use a structure that needs none, such as Dense, Kernel or Kronecker, or write the operation otherwise"
+            ) from error
         return torch.zeros_like(self.y) if jv is None else jv
 
     def pull(self, u: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from natgrad.accelerate.modules import children_in, compiles_calls, without_checkpoints
+from natgrad.accelerate.modules import children_in, compiles_calls, parameters_in, without_checkpoints
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 
@@ -84,10 +84,26 @@ def eager(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def paths(module: nn.Module) -> dict[str, str]:
-    """The full names of parameters whose plain name is shorter, by plain name."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if _PREFIX in name]
-    return {plain_name(name): name for name in names}
+def placed(module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters by the full names of all their places: each place once, though a module may have several names.
+
+    ``torch.func.functional_call`` would exchange a parameter as often as its module has names, and leave behind what it
+    put there last.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> list(placed(nn.Sequential(layer, nn.Tanh(), layer), {"0.weight": torch.ones(1, 1)}))
+    ['0.weight']
+    """
+    names: dict[int, str] = {}
+    out: dict[str, Tensor] = {}
+    for prefix, m in module.named_modules():
+        for key, p in parameters_in(m).items():
+            full = f"{prefix}.{key}" if prefix else key
+            name = names.setdefault(id(p), plain_name(full))
+            if p is not None and name in params:
+                out[full] = params[name]
+    unknown = params.keys() - set(names.values())
+    return out | {name: params[name] for name in unknown}  # which torch refuses
 
 
 Shapes: TypeAlias = tuple[torch.Size, ...]  # [n *out] of the heads of a model; none where it has one output
@@ -181,9 +197,8 @@ class Model:
             with untouched(self.function), eager(self.function):
                 if params is None:
                     return self.read(self.function(*args, **kwargs), x)
-                where = paths(self.function)
-                placed = {where.get(name, name): p for name, p in params.items()}
-                return self.read(torch.func.functional_call(self.function, placed, args, kwargs), x)
+                moved = placed(self.function, params)
+                return self.read(torch.func.functional_call(self.function, moved, args, kwargs, tie_weights=False), x)
 
     def read(self, raw: Any, x: Inputs) -> tuple[Tensor, Shapes]:
         """The output tensor y of what the model returned for x, checked, and the shapes [n *out] of its heads."""

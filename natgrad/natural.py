@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from natgrad.geometry import Covector, Vector, differential
 from natgrad.linalg import Damping, check_finite
 from natgrad.model import Inputs, Model, check_slots
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
 from natgrad.solve.solvers import Cholesky, Solver
@@ -39,7 +40,7 @@ def natural_gradient(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
     loss: Tensor | Callable[[Tensor], Tensor],
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     structure: Structure | None = None,
     solver: Solver | None = None,
@@ -61,8 +62,9 @@ def natural_gradient(
     Vector(weight: (3, 2), bias: (3,))
     """
     structure, solver = structure or Dense(), solver or Cholesky()
-    check_slots(metric=(metric, OutputMetric), structure=(structure, Structure), solver=(solver, Solver))
-    wrapped = Model.of(model, params, output)
+    metric = metric_of(metric)
+    check_slots(structure=(structure, Structure), solver=(solver, Solver))
+    wrapped = Model.of(model, params, output, heads=metric.heads)
     pb = pullback(wrapped, x, metric, target, generator)
     if isinstance(loss, Tensor):
         ω = differential(wrapped.params, loss)

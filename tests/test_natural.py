@@ -14,7 +14,7 @@ from tests import oracle, zoo
 from tests.golden import agrees, golden, golden_mlp, tensor
 from tests.pulled import close, normal
 
-FISHER = ng.Fisher(ng.Categorical())
+FISHER = ng.Fisher(ng.Categorical(axis=-1))
 
 
 def fisher() -> tuple[nn.Sequential, Tensor, Tensor, ng.Pullback]:

@@ -93,9 +93,9 @@ def _inverse_kernel(at: Setting) -> Tensor:
 METRICS: dict[str, Cell] = {
     "Euclidean": Cell(ng.Euclidean(), lambda y, t, s: oracle.euclidean(y)),
     "Euclidean mean": Cell(ng.Euclidean(reduction="mean"), lambda y, t, s: oracle.euclidean(y) / y[0].numel()),
-    "Fisher categorical": Cell(ng.Fisher(ng.Categorical()), lambda y, t, s: oracle.categorical(y)),
+    "Fisher categorical": Cell(ng.Fisher(ng.Categorical(axis=-1)), lambda y, t, s: oracle.categorical(y)),
     "Fisher learned scale": Cell(ng.Fisher(ng.Gaussian(scale=None)), lambda y, t, s: oracle.gaussian_learned(y)),
-    "Fisher sampled": Cell(ng.Fisher(ng.Categorical(), samples=2), _from_root),
+    "Fisher sampled": Cell(ng.Fisher(ng.Categorical(axis=-1), samples=2), _from_root),
     "Sampled": Cell(ng.Sampled(ng.Euclidean(), samples=2), _from_root),
     "Empirical": Cell(ng.Empirical(_loss), lambda y, t, s: oracle.empirical(y, t, _loss), target=True),
     "GradientCovariance": Cell(
@@ -108,7 +108,7 @@ METRICS: dict[str, Cell] = {
         ng.Sobolev(lengthscale=2.0, features=Tensor.double), lambda y, t, s: oracle.euclidean(y), coupled=_sobolev
     ),
     "Sobolev sampled": Cell(
-        ng.Sobolev(ng.Fisher(ng.Categorical(), samples=2), lengthscale=2.0, features=Tensor.double),
+        ng.Sobolev(ng.Fisher(ng.Categorical(axis=-1), samples=2), lengthscale=2.0, features=Tensor.double),
         _from_root,
         coupled=_sobolev_sampled,
     ),

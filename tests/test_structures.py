@@ -131,7 +131,7 @@ def test_covariance_of_one_example_is_zero() -> None:
 
 SAMPLED: dict[str, tuple[ng.OutputMetric, Callable[[Tensor], Tensor]]] = {
     "gaussian": (ng.Sampled(ng.Euclidean(), samples=4000), oracle.euclidean),
-    "targets": (ng.Fisher(ng.Categorical(), samples=4000), oracle.categorical),
+    "targets": (ng.Fisher(ng.Categorical(axis=-1), samples=4000), oracle.categorical),
 }
 
 

@@ -34,6 +34,12 @@ def in_export() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
+    if is_asynchronous(device):
+        torch.cuda.synchronize(device)
+
+
 def can_read(t: Tensor) -> bool:
     """Whether the host may look at the values of ``t`` without waiting for a device, and there are values.
 

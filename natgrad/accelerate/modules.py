@@ -49,6 +49,11 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def in_join(ddp: DistributedDataParallel) -> bool:
+    """Whether it runs inside of ``with model.join():``."""
+    return ddp._join_config.enable
+
+
 class _Uncheckpointed:
     """In place of the Function that ``checkpoint(…, use_reentrant=True)`` applies."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -40,7 +40,7 @@ class Categorical(ExponentialFamily):
     """
 
     minimal: bool = False
-    axis: int | None = None
+    axis: int | None = field(default=None, repr=False)  # not named in a checkpoint: those of 0.1.0 have none
 
     natural_domain = Space()
     support = C.one_hot
@@ -59,6 +59,12 @@ class Categorical(ExponentialFamily):
     # As an output family
 
     def check(self, y: Tensor) -> None:
+        if self.axis is None and y.ndim > 2:
+            raise ValueError(
+                f"Categorical() does not know which axis of outputs of shape {tuple(y.shape)} has the classes: write "
+                "Categorical(axis=-1) for [n *terms c], as of tokens, Categorical(axis=1) for [n c *terms], as of "
+                "pixels, or give the loss itself, metric_of(nn.CrossEntropyLoss())"
+            )
         if self.axis is not None and not -y.ndim < self.axis < y.ndim:
             raise ValueError(f"{self!r}: outputs of shape {tuple(y.shape)} have no such axis beside the examples")
         last = self.last(y)
@@ -264,7 +270,10 @@ class Masked(Family):
         return replace(self, family=self.family.unflattened())
 
     def check(self, y: Tensor) -> None:
-        self.family.check(y)
+        family = self.family
+        if isinstance(family, Categorical) and family.axis is None:
+            family = replace(family, axis=-1)  # a mask is [n *terms c]
+        family.check(y)
         steps, actions = self._mask
         if actions is not None:
             _check_actions(actions, steps, y)

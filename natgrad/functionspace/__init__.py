@@ -1,5 +1,7 @@
 """The geometry of function space: Sobolev spaces, their reproducing kernels, and gradients of functions."""
 
+from natgrad.functionspace.basin import BasinVolume as BasinVolume
+from natgrad.functionspace.basin import basin_volume as basin_volume
 from natgrad.functionspace.flatness import Flatness as Flatness
 from natgrad.functionspace.flatness import Volume as Volume
 from natgrad.functionspace.flatness import flatness as flatness

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
-from natgrad.model import Inputs, Model, check_slots, map_tensors
+from natgrad.model import Inputs, Model, map_tensors
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Pullback, pullback, root_at
 
@@ -88,7 +89,7 @@ def flatness(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
     epsilon: float,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     target: Any = None,
     *,
     loss: Callable[[Tensor], Tensor] | None = None,
@@ -109,7 +110,7 @@ def flatness(
     65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate. S need not be convex,
     nor star-shaped: a point behind a gap counts if it can be joined to θ0 through other drawn points (``Basin``). Gaps,
     bridges and spikes thinner than the spacing of the points are missed. It is for few parameters: the error grows with
-    their number, the faster the less S is an ellipsoid.
+    their number, the faster the less S is an ellipsoid. For networks use ``basin_volume``, of second order.
 
     Where S has long arms that few lines meet, as for a network with units that hardly matter, the error includes what
     a fitted power-law tail leads to expect (``TailedMean``), and the log "natgrad" warns. An arm that no line has met
@@ -126,6 +127,7 @@ def flatness(
     >>> abs(result.volume.value - 2) < 0.02, abs(result.euclidean.value - 2 / 3) < 0.01
     (True, True)
     """
+    metric = metric_of(metric)
     _check_arguments(epsilon, samples, radius, metric)
     pb = pullback(Model.of(model, params, output), x, metric, target)
     _check_loss(loss, pb)
@@ -154,7 +156,7 @@ def _warn_if_guessed(name: str, mean: TailedMean, samples: int) -> Volume:
             "flatness: the error of %s is a guess, %.2g of its value. One of %d random lines holds %.0f %% of it, and "
             "heavier ones than all that were drawn are to be expected (tail index %.2f; from 1 on they have no mean, "
             "and the error is infinite): the basin has long arms that few lines meet. Lower epsilon=, raise samples=, "
-            "or freeze the parameters that the outputs hardly determine",
+            "or freeze the parameters that the outputs hardly determine. basin_volume is for networks",
             *(name, mean.relative_error, samples, 100 * mean.heaviest, mean.index),
         )
     return Volume(mean.log, mean.relative_error)
@@ -193,7 +195,6 @@ def _check_arguments(epsilon: float, samples: int, radius: float | None, metric:
         raise ValueError(f"samples={samples!r} must be an integer of at least 2: one line has no error bar")
     if radius is not None and not 0 < radius < math.inf:
         raise ValueError(f"radius={radius!r} must be positive and finite, or None to look as far as is needed")
-    check_slots(metric=(metric, OutputMetric))
     if not metric.exact:
         raise ValueError(
             f"{metric!r} is sampled, and the determinant of a sampled metric is biased: take the exact one"
@@ -381,8 +382,8 @@ def _check_size(pb: Pullback, p: int) -> None:
     if needed > pb.memory:
         raise MemoryBoundError(
             f"the Jacobian and the rows of the metric for {pb.n} examples and {p:,} parameters need {needed:,} "
-            f"bytes at every point, over {pb.memory:,}: flatness is for small models; give fewer inputs, or freeze "
-            "parameters"
+            f"bytes at every point, over {pb.memory:,}: flatness is for small models; give fewer inputs, freeze "
+            "parameters, or use basin_volume"
         )
 
 
@@ -390,7 +391,7 @@ def _refuse_rank(rank: int, p: int) -> None:
     raise SingularMetricError(
         f"the pullback metric has rank {rank} of {p} parameters, here and around: the model is over-parametrised on "
         "these inputs, √det G = 0, and the volume of every basin is exactly 0. Freeze the parameters that the outputs "
-        "do not determine with requires_grad_(False), or give more inputs"
+        "do not determine with requires_grad_(False), or give more inputs; basin_volume has a volume for such a model"
     )
 
 

@@ -98,12 +98,15 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
     nothing: dict[str, dict[str, Tensor]] = {"operator": {}, "inverse": {}}
     if tracker.step or tracker.average is not None:
         return nothing
-    model, blocks = tracker.model, tracker.observer.blocks
-    G = tracker.structure.identity(model, blocks, torch.promote_types(model.example.dtype, torch.float32))
+    model, blocks, solver = tracker.model, tracker.observer.blocks, preconditioner.solver
+    dtype = torch.promote_types(model.example.dtype, torch.float32)
+    cost = tracker.structure.cost(blocks, exact=not solver.damps_factors, iterative=solver.iterative)
+    fits = cost is not None and cost.numbers * dtype.itemsize <= tracker.observer.memory
+    G = tracker.structure.identity(model, blocks, dtype) if fits else None
     if G is None:
         return nothing
     λ, inverted = preconditioner.damping, preconditioner.inverted_metric(G)
-    inverse = preconditioner.solver.init(inverted, λ)
+    inverse = solver.init(inverted, λ)
     if inverse.remembers:  # what it starts from, once it has been used
         inverse.solve(torch.ones(model.size, dtype=G.layout.dtype, device=model.example.device))
     tensors = {"operator": G.informed(inverse, λ).tensors(), "inverse": inverse.tensors()}

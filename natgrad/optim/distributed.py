@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.accelerate.devices import synchronise
 from natgrad.accelerate.fused import copy_
-from natgrad.accelerate.modules import active_ddp
+from natgrad.accelerate.modules import active_ddp, in_join
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.linalg import Damping
 from natgrad.pullback.layer import Block
@@ -31,6 +32,10 @@ from natgrad.structures.base import Inverse, Operator
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 _log = logging.getLogger("natgrad")
+_SHARDED = (
+    "divides the parameters over processes, and natgrad does not divide the metric so: use DistributedDataParallel, in "
+    "which every process has the whole model and the work on the metric is divided, or an optimizer of torch.optim"
+)
 
 
 class World:
@@ -42,6 +47,14 @@ class World:
 
     rank: int = 0
     size: int = 1
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise the problem of one process in all of them; one that raised alone would leave the others waiting."""
+        if problem is not None:
+            raise problem
+
+    def refuse_join(self) -> None:
+        """Raise where some processes may have no batch left (``model.join()``), and would make no step."""
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """The mean of the estimates of all processes, weighted by their numbers of examples n."""
@@ -73,9 +86,30 @@ class World:
 class Group(World):
     """The processes of a process group; all of them make the same calls."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        group: dist.ProcessGroup = ddp.process_group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._device = group, device
+        self._group, self._device, self._ddp = group, next(iter(ddp.parameters())).device, ddp
+
+    def agree(self, problem: Exception | None) -> None:
+        count = torch.full((1,), float(problem is not None), device=self._device)
+        dist.all_reduce(count, group=self._group)
+        if not float(count):
+            return
+        note = problem if problem is None or isinstance(problem, NatgradError) else _described(problem)
+        notes: list[NatgradError | None] = [None] * self.size
+        dist.all_gather_object(notes, note, group=self._group)
+        if problem is not None:
+            raise problem
+        rank, theirs = next((rank, each) for rank, each in enumerate(notes) if each is not None)
+        raise type(theirs)(f"in process {rank}: {theirs}")
+
+    def refuse_join(self) -> None:
+        if in_join(self._ddp):
+            raise IncompatibleError(
+                "with model.join() a process without batches makes no step, and the others would wait for its share of "
+                "the metric: give all processes equally many batches (DistributedSampler does), and leave out join()"
+            )
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """In place, if an average is taken number by number; else estimates are exchanged and averaged one by one."""
@@ -149,7 +183,10 @@ class Group(World):
         start = warm if last is None else last.tensors()
 
         def invert(share: Operator) -> Inverse:
-            return solver.init(share, damping, start)
+            inverse = solver.init(share, damping, start)
+            if start:
+                synchronise(self._device)  # a process that computed its share again later would do so alone
+            return solver.init(share, damping, {}) if solver.doubtful else inverse
 
         return G.shared_inverse(invert, self, damping) if solver.by_layer else invert(G)
 
@@ -188,8 +225,7 @@ def world_of(wrapping: Sequence[nn.Module]) -> World:
     """The processes of the ``DistributedDataParallel`` among a model and what it wraps, if there is one."""
     for module in wrapping:
         if isinstance(module, DistributedDataParallel):
-            device = next(iter(module.parameters())).device
-            group = Group(module.process_group, device)
+            group = Group(module)
             return group if group.size > 1 else World()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _log.warning(
@@ -198,6 +234,30 @@ def world_of(wrapping: Sequence[nn.Module]) -> World:
             dist.get_world_size(),
         )
     return World()
+
+
+def _described(problem: Exception) -> NatgradError:
+    """An error that other processes can read."""
+    return NatgradError(f"{type(problem).__name__}: {problem}")
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise if processes hold shards of the parameters, by the name of what divides them.
+
+    By the names of classes: to import them would take longer than all else here.
+    """
+    kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        raise IncompatibleError(f"FullyShardedDataParallel {_SHARDED}")
+    shards = {name: p for name, p in model.named_parameters() if type(p).__name__ == "DTensor"}
+    if not shards:
+        return
+    name, shard = next(iter(shards.items()))
+    placements = [type(placement).__name__ for placement in cast(Any, shard).placements]
+    kind = "tensor parallelism (parallelize_module)"
+    if "FSDPModule" in kinds:
+        kind = "HSDP (fully_shard on a mesh of two axes)" if "Replicate" in placements else "FSDP2 (fully_shard)"
+    raise IncompatibleError(f"{kind} {_SHARDED}. Of {name} and {len(shards) - 1} others this process has a shard")
 
 
 def refuse_strangers(world: World) -> None:

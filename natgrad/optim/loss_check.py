@@ -187,6 +187,11 @@ class LossCheck:
                 f"the gradient at {each.title} is not that of {name}, from which the metric was made: give the loss "
                 "that is trained, or one for every output"
             )
+        elif (span := _weights(loss, y, c, tol)) is not None:
+            self._note(
+                f"the terms of the gradient at {each.title} have {span[0]:.2g} to {span[1]:.2g} times the weights that "
+                f"they have in {name}, from which the metric was made"
+            )
 
     def _tell_factor(self, title: str, name: str, α: float, terms: int) -> None:
         """α: the gradient over that of the loss, which is a mean or a sum of so many ``terms``."""
@@ -334,6 +339,22 @@ def _fitted(c: Tensor, e: Tensor, tolerance: float) -> float | None:
         return None
     α = float((c * e).sum()) / square
     return α if α != 0 and float((c - α * e).norm()) <= tolerance * float(c.norm()) else None
+
+
+def _weights(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor, tolerance: float) -> tuple[float, float] | None:
+    """The smallest and the largest weight of a term, if hard labels with such weights explain the cotangent."""
+    module = loss.loss
+    if not isinstance(module, nn.CrossEntropyLoss):
+        return None
+    given: int | None = getattr(loss, "axis", None)
+    for axis in {1, y.ndim - 1} if given is None else {given % y.ndim}:
+        e = _of_classes(module, y, c, axis)
+        square = (e * e).sum(axis, keepdim=True)
+        w = (c * e).sum(axis, keepdim=True) / square.clamp(min=torch.finfo(e.dtype).tiny)
+        if float((c - w * e).norm()) <= tolerance * float(c.norm()):
+            there = w[square > 0]
+            return float(there.min()), float(there.max())
+    return None
 
 
 def _may_be_soft(loss: TermLoss | HessianLoss, c: Tensor, tolerance: float) -> bool:

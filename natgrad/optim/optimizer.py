@@ -20,7 +20,7 @@ from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, check_fallback, without_metric
 from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
-from natgrad.optim.distributed import world_of
+from natgrad.optim.distributed import refuse_sharded, world_of
 from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
@@ -64,7 +64,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     Drop-in: the training loop stays as it is. When the metric is due (in every step, or as
     ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
-    model under ``torch.no_grad()`` to evaluate it. Metrics of the loss need ``opt.refresh(x, target)`` before the step.
+    model under ``torch.no_grad()`` to evaluate it. ``metric`` is a metric, or the loss that is trained (``metric_of``).
+    Other metrics of the targets (``Empirical(loss)``) need ``opt.refresh(x, target)`` before the step.
     With ``Empirical()`` it is estimated in your own backward pass. ``BatchGradient()`` has no hook: G is the average of
     ∇L ∇Lᵀ over the steps, from the gradients that ``opt.step()`` finds.
 
@@ -130,6 +131,7 @@ class NaturalGradient(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
+        refuse_sharded(model)
         load_compiler()
         metric = metric_of(metric)
         whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
@@ -267,6 +269,7 @@ class NaturalGradient(torch.optim.Optimizer):
             return None
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
+        self.tracker.world.refuse_join()
         self.preconditioner.handle_async_failure(self.tracker.average)
         self.flag.raise_pending()
         loss, loss_at = None, None

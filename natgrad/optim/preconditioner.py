@@ -99,7 +99,7 @@ class Preconditioner:
 
     def due(self, damping: Damping) -> bool:
         """Whether the inverse is made again in this step."""
-        if self.inverse is None or self.solver.doubtful:
+        if self.inverse is None or (self.solver.doubtful and self.world.size == 1):
             return True
         if not (self.outdated or self.damping != damping):
             return False

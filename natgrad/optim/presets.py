@@ -77,8 +77,9 @@ def KFAC(
     which is that of ``NaturalGradient``, embeddings, gains and biases are stepped by AdamW. The other arguments are
     those of ``NaturalGradient``.
 
-    G is a mean over the examples. For a loss that is a mean over tokens give ``Fisher(family, reduction="mean")``: by
-    default the terms of an example are summed, S is larger by their number, and the steps are too short.
+    ``metric``: a metric, or the loss that is trained, which stands for ``metric_of(loss, samples=1)`` and counts terms
+    as the loss does. Of a metric, G is a mean over the examples: for a loss that is a mean over tokens give
+    ``Fisher(family, reduction="mean")``, or S is larger by their number, and the steps are too short.
 
     The metric sees all forward passes with gradients between two steps, so gradient accumulation works. Call the model
     under ``torch.no_grad()`` to evaluate it.
@@ -302,12 +303,13 @@ def Natural(
     Two numbers need thought: ``lr``, from a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no
     layer rule and no loss is needed.
 
-    A ``metric`` takes the place of the gradients' second moment: ``ng.Fisher(family, samples=1)`` has the factors of
-    K-FAC, from one more backward pass (p = ¾ suits it), ``ng.Empirical()`` those of the loss's own cotangents.
-    ``fit="mean"`` averages each side by itself, as K-FAC and Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M),
-    steepest descent in the spectral norm of G^p (``Polar``). The metric is estimated every ``metric_every`` steps. Its
-    roots are computed every ``inverse_every`` steps, or with "fresh" when the metric has moved (``Refresh``), and
-    (``early``) in the steps 1, 2, 4, … before. The other arguments are those of ``KFAC``.
+    A ``metric``, or a loss (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as
+    ``ng.Fisher(family, samples=1)``, has the factors of K-FAC, from one more backward pass (p = ¾ suits it),
+    ``ng.Empirical()`` those of the loss's own cotangents. ``fit="mean"`` averages each side by itself, as K-FAC and
+    Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in the spectral norm of G^p (``Polar``).
+    The metric is estimated every ``metric_every`` steps. Its roots are computed every ``inverse_every`` steps, or with
+    "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. The other arguments
+    are those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

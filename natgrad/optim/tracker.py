@@ -58,8 +58,9 @@ NO_COTANGENT = (
     "pass is opaque call opt.refresh(x, target)"
 )
 _ALL_TERMS = (
-    "the cotangent of the loss cannot be seen at the outputs (a compiled model, or an output= that makes a new "
-    "tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, an output= that makes a new tensor, "
+    "opt.refresh(x) without targets): all terms count, also ignored labels. If there are such, call "
+    "opt.refresh(x, target)"
 )
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
@@ -147,7 +148,7 @@ class AtStep:
         """Nothing to prepare."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, NonFiniteError) and "at step" not in str(error):
             raise NonFiniteError(f"at step {self._step}: {error}") from error
 
 
@@ -161,6 +162,7 @@ class Waiting:
     tape: Tape
     outputs: tuple[Tensor, ...]  # one, or those of the heads
     handle: RemovableHandle | None = None  # of the hook at the only one
+    heads: tuple[Tensor, ...] = ()  # what the outputs are copies of, where they are joined
 
     def with_target(self, at: int, target: Any) -> Waiting:
         """The pass with the target of this output."""
@@ -177,13 +179,13 @@ class Waiting:
 
 @final
 class JoinedHeads(torch.autograd.Function):
-    """The heads as they are. Their cotangents come together, and before any backward pass below them."""
+    """Copies of the heads, whose cotangents come together, before any backward pass below them."""
 
     @staticmethod
     def forward(ctx: Any, arrived: Callable[[Sequence[Tensor | None]], None], *heads: Tensor) -> tuple[Tensor, ...]:
         ctx.arrived = arrived
         ctx.set_materialize_grads(False)  # the parameters of a head without a loss have no gradient
-        return heads
+        return tuple(head.clone() for head in heads)  # views could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -242,6 +244,8 @@ class MetricTracker:
         self.batch: Batch | None = None  # of the last pass
         self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self._examples = 0  # in ``fresh``
+        self._problem: Exception | None = None  # of a pass of this step, where there are several processes
+        self._agreed = False  # all processes are in a pass together, and raise together
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
         self._suspended = False
@@ -300,8 +304,13 @@ class MetricTracker:
 
     def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
-        if self.due and not self.has_estimate:
-            raise NatgradError(self._what_is_missing())
+        problem = self._problem
+        if problem is None and self.due and not self.has_estimate:
+            problem = NatgradError(self._what_is_missing())
+        if self.metric.source == "gradients":  # of all processes, and the same in each
+            World().agree(problem)
+        elif not self._joined and (self.due or self.fresh is not None):
+            self.world.agree(problem)
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
@@ -346,6 +355,7 @@ class MetricTracker:
         self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
+        self._problem, self._agreed = None, False
         self._unreached = None
         self._modes.clear()
         self._forget_backward()
@@ -418,7 +428,7 @@ class MetricTracker:
     @property
     def awaits_backward(self) -> bool:
         """Whether a pass of this step waits for the user's backward pass, or that has come."""
-        return bool(self._in_backward)
+        return bool(self._in_backward or self._waiting)
 
     def _forget_backward(self) -> None:
         """Wait for no backward pass."""
@@ -458,11 +468,18 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         check_inputs(self.model, x)
         self.metric.check_target(target)
+        if target is None and self.metric.awaits:
+            self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
         if not self.structure.one_pass:
             self.model.check_separable()
         with self.checked():
             batch = Batch(self.model, x, target)
-            self._add(self.observer.of(batch, averaged=self._averaged))
+            try:
+                self._add(self.observer.of(batch, averaged=self._averaged))
+            except Exception as error:
+                if self.world.size == 1 or self._agreed:
+                    raise
+                self._keep_problem(error)
         self._refreshed = True
 
     @contextmanager
@@ -493,6 +510,8 @@ class MetricTracker:
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
         refuse_strangers(self.world)
+        self.world.refuse_join()
+        self._agreed = False
         if self._refreshed or self._suspended or (self.metric.needs_target and not self.metric.awaits):
             return
         if in_backward() or self._check.moved(certain=self.due):
@@ -540,33 +559,56 @@ class MetricTracker:
             return None
         of_user, recorder = self._handle is not None, self._stop()
         try:
+            return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
+        except Exception as error:
+            if self.world.size == 1 or self._agreed:
+                raise
+            self._keep_problem(error)
+            return None
+
+    def _finish_pass(self, x: Arguments, raw: Any, recorder: Recorder, of_user: bool) -> Any:
+        try:
             if raw is None:  # the forward pass raised
                 return None
             if not self.structure.one_pass and not torch.equal(
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
                 refuse_randomness()
-            tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
+            tape = recorder.tape(*self.model.read(raw, x))
         finally:
             recorder.forget()
+        assert self.batch is not None
+        batch = Batch(self.model, x, rng_state=self.batch.rng_state)
+        waits, changed = self._waits(batch, tape, raw, of_user)
         if of_user:
+            raw = raw if changed is None else changed
             self.loss_check.watch(raw, self.model.returned(raw))
         else:
             self.loss_check.pass_unseen()
-        assert self.batch is not None
-        batch = Batch(self.model, Arguments(args, kwargs), rng_state=self.batch.rng_state)
-        waits, changed = self._waits(batch, tape, raw, of_user)
         if not waits:
             self._estimate(batch, tape)
         return changed
 
-    def _estimate(self, batch: Batch, tape: Tape) -> None:
-        with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
-            try:
-                pb = self._assemble(batch, tape)
-            except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
-                pb = self._with_operations(batch)
-            self._add(pb)
+    def _estimate(self, batch: Batch, tape: Tape, observer: Observer | None = None) -> None:
+        observer = observer or self.observer
+        try:
+            with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
+                try:
+                    pb = self._assemble(batch, tape, observer)
+                except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
+                    pb = self._with_operations(batch, observer)
+                self._add(pb)
+        except Exception as error:
+            if self.world.size == 1 or self._agreed:
+                raise
+            self._keep_problem(error)
+
+    def _keep_problem(self, error: Exception) -> None:
+        """Of several processes one that raised in a pass would leave the others waiting in theirs: ``step`` raises."""
+        if self._chooses_basis:
+            self._agreed = True
+            self.world.agree(error)
+        self._problem = self._problem or error.with_traceback(None)
 
     # Passes that wait for the user's own loss. Their graph is held until then, or until the step.
 
@@ -587,35 +629,50 @@ class MetricTracker:
                 return True, None  # never estimated: ``step`` will say what is missing
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
-        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph
+        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph: the hook holds neither
         number = next(self._numbers)
 
         def arrived(cotangents: Sequence[Tensor | None]) -> None:
             tracker = itself()
             if tracker is not None:
-                y, shapes = tape.y.detach(), tape.shapes or (tape.y.shape,)
-                pairs = zip(cotangents, shapes, strict=True)
-                whole = [y.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
-                tracker.cotangent_arrived(number, torch.cat([c.flatten(1) for c in whole], 1) if several else whole[0])
+                tracker.cotangents_arrived(number, cotangents)
 
         if several:
             joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
-            self._waiting.append(Waiting(number, batch, tape, tuple(outputs)))
+            self._waiting.append(Waiting(number, batch, tape, joined, heads=tuple(outputs)))
             return True, self.model.with_heads(raw, joined)
         handle = outputs[0].register_hook(lambda cotangent: arrived([cotangent]))
         self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle))
         return True, None
 
-    def cotangent_arrived(self, number: int, cotangent: Tensor) -> None:
-        """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass."""
+    def cotangents_arrived(self, number: int, cotangents: Sequence[Tensor | None]) -> None:
+        """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass.
+
+        Of several heads only those that have a cotangent are in it: tasks may take turns, and the layers of the others
+        keep their average.
+        """
         waiting = next((each for each in self._waiting if each.number == number), None)
         if waiting is None or self._suspended:
             return
         waiting.forget()
         self._waiting.remove(waiting)
-        if self._refreshed or self.metric.lacks(waiting.batch.target):
+        if self._refreshed:
             return
-        self._estimate(replace(waiting.batch, cotangent=cotangent.detach()), waiting.tape)
+        observer, batch, tape = self.observer, waiting.batch, waiting.tape
+        there = [(at, c.detach()) for at, c in enumerate(cotangents) if c is not None]
+        if waiting.heads and len(there) < len(waiting.heads):
+            assert self.model.heads is not None
+            keys = tuple(self.model.heads[at] for at, _ in there)
+            observer = replace(observer, model=replace(self.model, heads=keys), metric=self.metric.only(keys))
+            with torch.enable_grad():
+                y = torch.cat([waiting.heads[at].flatten(1) for at, _ in there], 1)
+            tape = replace(tape, y=y, shapes=tuple(tape.shapes[at] for at, _ in there))
+            if batch.target is not None:
+                batch = replace(batch, target=tuple(batch.target[at] for at, _ in there))
+        if observer.metric.lacks(batch.target):
+            return
+        cotangent = torch.cat([c.flatten(1) for _, c in there], 1) if waiting.heads else there[0][1]
+        self._estimate(replace(batch, cotangent=cotangent), tape, observer)
 
     def loss_called(self, y: Any, target: Any) -> None:
         """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""
@@ -631,15 +688,16 @@ class MetricTracker:
         """Whether estimates of earlier passes exist, which the next must be averaged with."""
         return self.average is not None or self.fresh is not None
 
-    def _assemble(self, batch: Batch, tape: Tape) -> Pullback:
+    def _assemble(self, batch: Batch, tape: Tape, observer: Observer) -> Pullback:
         n, fleeting = tape.y.shape[0], self._absorbs()
-        return self.observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
+        return observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
 
     def use_model(self, model: Model) -> None:
         """Go on with this model, of which a pass or a checkpoint tells what the examples of its outputs are."""
         self.model, self.observer = model, replace(self.observer, model=model)
+        self._metric_of_pass = self.observer.output_metric
 
-    def _with_operations(self, batch: Batch) -> Pullback:
+    def _with_operations(self, batch: Batch, observer: Observer) -> Pullback:
         """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
         recorder, rng_state = self._recorders[True], get_rng_state(self.model.example.device)
         recorder.start(batch.x, operations=True)
@@ -649,8 +707,8 @@ class MetricTracker:
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(*self.model.read(raw, batch.x))
-        return self._assemble(batch, tape)
+        tape = recorder.tape(*observer.model.read(raw, batch.x))
+        return self._assemble(batch, tape, observer)
 
     def abandon(self) -> None:
         """Stop recording a pass that never ended: no hook hears of a KeyboardInterrupt."""
@@ -667,7 +725,7 @@ class MetricTracker:
         return recorder
 
     def _add(self, pb: Pullback) -> None:
-        if pb.model is not self.model:
+        if pb.model is not self.model and pb.model.heads == self.model.heads:
             self.use_model(pb.model)
         self.batch, self._metric_of_pass = pb.batch, pb.metric
         self._note_terms(pb.y)
@@ -694,11 +752,19 @@ class MetricTracker:
         """Average with the other estimates of this step."""
         like = self.fresh or self.average
         estimate = self.structure.estimate(pb, like)
-        if like is None and self.world.size > 1 and estimate.has_basis:
+        if self._chooses_basis:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
+            self._agreed = True
+            self.world.agree(None)
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate(pb, self.world.renewed(common))
+            self._agreed = False
         self._hold_estimate(estimate, pb.n)
+
+    @property
+    def _chooses_basis(self) -> bool:
+        """Whether the next estimate is measured in a basis that several processes must choose first."""
+        return self.world.size > 1 and self.structure.has_basis and self.fresh is None and self.average is None
 
     def _hold_estimate(self, estimate: Operator, n: int) -> None:
         # The first one is checked on a GPU, too: there is no average yet that it could be kept out of (``merged``).
@@ -719,10 +785,11 @@ class MetricTracker:
 
     def _note_terms(self, y: Tensor) -> None:
         """How many terms an example has in the first outputs y [n *out]."""
-        if self._measured_terms or not isinstance(self.metric, Fisher) or self.metric.reduction != "sum":
+        metric = self._metric_of_pass
+        if self._measured_terms or not isinstance(metric, Fisher) or metric.reduction != "sum":
             return
         self._measured_terms = True
-        terms = self.metric.terms(y)
+        terms = metric.terms(y)
         if terms > 1:
             _log.info(_TERMS, terms)
 

@@ -67,7 +67,8 @@ class Heads(OutputMetric):
 
     @property
     def awaits(self) -> bool:
-        return any(metric.awaits for metric in self.metrics.values())
+        """The cotangents tell which heads a pass trains; tasks may take turns."""
+        return True
 
     @property
     def awaited(self) -> tuple[nn.Module, ...]:
@@ -79,6 +80,13 @@ class Heads(OutputMetric):
 
     def unsampled(self) -> Heads:
         return replace(self, metrics={key: metric.unsampled() for key, metric in self.metrics.items()})
+
+    def only(self, keys: Sequence[Any]) -> Heads:
+        weights = {key: w for key, w in self.weights.items() if key in keys}
+        return replace(self, metrics={key: self.metrics[key] for key in keys}, weights=weights)
+
+    def of_sum(self) -> Heads:
+        return replace(self, metrics={key: metric.of_sum() for key, metric in self.metrics.items()})
 
     def shaped(self, shapes: Shapes) -> Heads:
         return replace(self, shapes=shapes)

@@ -227,6 +227,9 @@ class ClassLoss(TermLoss):
         """Ignored labels are where no cotangent comes from."""
         return super().awaits if self.needs_target else not _is(self.loss, nn.KLDivLoss)
 
+    def of_sum(self) -> ClassLoss:
+        return replace(self, summed=True)
+
     def unflattened(self) -> ClassLoss:
         return replace(self, axis=-1 if self.axis is None or self.axis < 0 else self.axis + 1)
 
@@ -332,6 +335,9 @@ class ElementLoss(TermLoss):
 
     def family_of(self, axis: int | None) -> Family:
         return self.family
+
+    def of_sum(self) -> ElementLoss:
+        return replace(self, summed=True)
 
     @property
     def needs_target(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -65,6 +65,10 @@ class OutputMetric(ABC):
         """The same metric for outputs whose first axis has been split in two, [n·t *out] → [n t *out]."""
         return self
 
+    def of_sum(self) -> OutputMetric:
+        """That of −Σ log p, in which every term counts in full, for a metric of a loss that is reduced otherwise."""
+        return self
+
     @property
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
@@ -96,6 +100,10 @@ class OutputMetric(ABC):
     def heads(self) -> tuple[Any, ...] | None:
         """The keys of the outputs of the model that it is on, if they are several (``Heads``)."""
         return None
+
+    def only(self, keys: Sequence[Any]) -> OutputMetric:
+        """The metric on these heads alone."""
+        return self
 
     def shaped(self, shapes: Shapes) -> OutputMetric:
         """The metric at a pass whose heads, in the order of ``heads``, have these shapes [n *out]."""
@@ -250,6 +258,9 @@ class Sampled(OutputMetric):
     def unflattened(self) -> Sampled:
         return replace(self, base=self.base.unflattened())
 
+    def of_sum(self) -> Sampled:
+        return replace(self, base=self.base.of_sum())
+
     @property
     def awaits(self) -> nn.Module | bool:
         return self.base.awaits
@@ -267,6 +278,9 @@ class Sampled(OutputMetric):
     @property
     def heads(self) -> tuple[Any, ...] | None:
         return self.base.heads
+
+    def only(self, keys: Sequence[Any]) -> Sampled:
+        return replace(self, base=self.base.only(keys))
 
     def shaped(self, shapes: Shapes) -> Sampled:
         return replace(self, base=self.base.shaped(shapes)) if shapes else self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
@@ -61,7 +61,9 @@ class Sobolev(CouplingMetric):
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, OutputMetric):
-            raise TypeError(f"Sobolev(base={self.base!r}): the base is a metric on the outputs, such as Euclidean()")
+            raise TypeError(
+                f"Sobolev(base={self.base!r}): the base is a metric on the outputs, as Euclidean() or metric_of(loss)"
+            )
         if isinstance(self.base, Sobolev):
             raise ValueError("Sobolev(base=Sobolev(…)) would couple the examples twice: give the metric inside")
         _ = self._kernel  # checks ν and ℓ
@@ -75,6 +77,9 @@ class Sobolev(CouplingMetric):
 
     def unsampled(self) -> Sobolev:
         return replace(self, base=self.base.unsampled())
+
+    def only(self, keys: Sequence[Any]) -> Sobolev:
+        return replace(self, base=self.base.only(keys))
 
     def shaped(self, shapes: Shapes) -> Sobolev:
         return replace(self, base=self.base.shaped(shapes)) if shapes else self

@@ -474,6 +474,11 @@ class EntriesRule(OperationRule):
     operand: Operand | None = field(default=None, compare=False)
     leaf: Tensor | None = field(default=None, compare=False)
 
+    @property
+    def needs_graph(self) -> bool:  # type: ignore[override]
+        u, leaf = self._read
+        return u.locate(leaf) is None
+
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return sum(_shapes(module)[key].numel() for key in keys), 1, 1
 

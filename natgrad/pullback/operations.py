@@ -465,7 +465,8 @@ class OperationRecorder(OperationMode):
         operands = [t for t, at in given.values() if t.requires_grad and not self._data.get(at)]
         data = any(self._data.get(at) for _, at in given.values())
         uses = []
-        if data and operands and name.rstrip("_") in FORMS and torch.is_grad_enabled():
+        real = not any(t.is_complex() for t, _ in given.values())  # cotangents of complex numbers are conjugates
+        if data and operands and real and name.rstrip("_") in FORMS and torch.is_grad_enabled():
             uses = self._recognise(name, {id(t): Operand(t, self._copies) for t in operands}, args, kwargs)
         out = run(*args, **kwargs)
         outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]

@@ -33,15 +33,19 @@ def agree(here: Tensor, there: Tensor) -> bool:
     """
     if here.shape != there.shape:
         return False
-    tolerance = (_TOLERANCE_GPU if is_asynchronous(there.device) else _TOLERANCE)[here.element_size()]
+    tolerance = _tolerance(there)
     gap, size = ((t.reshape(len(there), -1).norm(dim=1)).amax() for t in (here - there, there))
     return bool(gap <= tolerance * size)
 
 
+def _tolerance(t: Tensor) -> float:
+    return (_TOLERANCE_GPU if is_asynchronous(t.device) else _TOLERANCE)[t.element_size()]
+
+
 _MIXED = (
-    "an example alone has other outputs than in its batch: the outputs of one example depend on the others (z @ z.T, "
-    "F.batch_norm(…, training=True), a table of neighbours), or the examples are not on the first axis of the inputs. "
-    "One backward pass an example instead, which is slow"
+    "an example alone has other outputs, or derivatives, than in its batch: one example depends on others (z @ z.T, "
+    "F.batch_norm(…, training=True), a table of neighbours), the examples are not on the first axis of the inputs, or "
+    "torch.func.vmap has another derivative (torch.cdist). One backward pass an example instead, which is slow"
 )
 _OF_PASS = (
     "the forward pass has batch statistics or drew random numbers, which belong to it alone: parameters without a rule "
@@ -70,7 +74,7 @@ def rows(
             model.check_separable()
             if not number_examples(model, x):
                 alone, mapped = _rows_by_example(model, names, x, s)
-                if agree(alone, tape.y.detach().to(alone.dtype)):
+                if agree(alone, tape.y.detach().to(alone.dtype)) and _adds_up(tape, names, mapped, s):
                     return mapped.to(s.dtype)
             logger.log_once(logging.INFO, _MIXED)
         except BatchStatisticsError:
@@ -97,6 +101,19 @@ def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -
     with torch.no_grad():
         y, mapped = torch.func.vmap(one, in_dims=(0, 1))(tensors_of(x), s)
     return y, mapped.transpose(0, 1)
+
+
+def _adds_up(tape: Tape, names: Sequence[str], mapped: Tensor, s: Tensor) -> bool:
+    """Whether Σ_n R_n of the first column is Jᵀs by the graph of the pass, if that is there.
+
+    If not, an operation has a wrong derivative under vmap (as ``torch.cdist``, in torch 2.13), or examples mix.
+    """
+    if not tape.y.requires_grad or not all(name in tape.leaves for name in names):
+        return True
+    whole = tape.leaf_cotangents([tape.leaves[name] for name in names], s[:1])
+    first = mapped[0]
+    gap = (first.sum(0) - torch.cat([g.flatten() for g in whole]).to(first)).norm()
+    return bool(gap <= _tolerance(first) * first.norm(dim=1).sum())
 
 
 def _passed(model: Model, names: Sequence[str], x: Inputs) -> Tape:

@@ -440,10 +440,14 @@ class Tape:
 @final
 @dataclass(frozen=True)
 class Cotangents:
-    """Of uses, by their positions on the tape: of the outputs, and of the layers inside where a use was replayed."""
+    """Of uses, by their positions on the tape: of the outputs, and of the layers inside where a use was replayed.
+
+    ``features``: those of a use whose rule needs the graph, taken while it was there.
+    """
 
     outer: dict[int, tuple[Tensor, ...]]
     inner: dict[int, Mapping[str, Features]]
+    features: Mapping[int, Features] = field(default_factory=dict)
 
     def of(self, tape: Tape, block: Block) -> Features:
         """g of a block with a rule, its uses concatenated along r (for a tied weight, of one kind)."""
@@ -452,6 +456,8 @@ class Cotangents:
     def _of_use(self, use: Use, at: int, block: Block) -> Features:
         if isinstance(use.rule, Replayed):
             return self.inner[at][block.keys[0]]
+        if at in self.features:
+            return self.features[at]
         return cotangent_features(use.rule, use.module, block.keys, self.outer[at][0], block.shape)
 
     def forget(self, at: int) -> None:

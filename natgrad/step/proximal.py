@@ -19,6 +19,7 @@ from natgrad.geometry import Vector, unflatten
 from natgrad.isolation import unfused
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.implicit import HessianOperator
@@ -100,7 +101,7 @@ def newton(objective: Objective, w: Params, *, damping: float = 0.0, solver: Sol
 def pulled_back(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     target: Any = None,
     params: Params | None = None,
@@ -110,7 +111,7 @@ def pulled_back(
 
     For Fisher it is KL(p_w‖p_u), and with ``reverse=True`` KL(p_u‖p_w), from the new outputs to the old ones.
     """
-    wrapped = Model.of(model, params)
+    wrapped, metric = Model.of(model, params), metric_of(metric)
 
     def rho(u: Params, w: Params) -> Tensor:
         new, old = wrapped(u, x), wrapped(w, x)

@@ -111,14 +111,16 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
     """
     n = _examples(batch.x)
     m = max(min(n, _FEWEST), round(fraction * n))
-    x, target = batch.x, batch.target
-    subset = 0 < m < n and separable(x, n) and (target is None or separable(target, n))
-    subset = subset and not number_examples(batch.model, x)
-    if subset:
-        x, target = _spread(x, m, n), _spread(target, m, n)
-    y, pushed = _pushed(batch.model, x, vectors)
-    if subset and y.shape[0] != m:  # the first axis was not that of the examples
-        target = batch.target
+    y, pushed, target = None, list[Tensor](), batch.target
+    cut = 0 < m < n and separable(batch.x, n) and (target is None or separable(target, n))
+    if cut and not number_examples(batch.model, batch.x):
+        try:
+            y, pushed = _pushed(batch.model, _spread(batch.x, m, n), vectors)
+        except (IncompatibleError, IndexError):  # examples look for others (an adjacency matrix), or as below
+            y = None
+    if y is not None and y.shape[0] == m:
+        target = _spread(target, m, n)
+    else:  # all of them, also where the first axis was not that of the examples
         y, pushed = _pushed(batch.model, batch.x, vectors)
     with torch.no_grad(), full_precision(y.device):
         wide = torch.promote_types(y.dtype, torch.float32)
@@ -161,7 +163,7 @@ def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor,
             return linear.y, [linear.push(v).detach() for v in vectors]
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, IncompatibleError) as error:
             raise IncompatibleError(
                 "the step rule needs products J v with the Jacobian of the outputs, and the model has an operation "
                 f"without a derivative in forward mode and without a second derivative ({error}): use step=KLClip() or "

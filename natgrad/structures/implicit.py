@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, cast, final
 
 import torch
@@ -94,12 +95,16 @@ class ImplicitOperator(Operator):
             return None
         return sum(pullback.columns * pullback.n for _, pullback, _ in self.terms)
 
+    @cached_property
+    def _roots(self) -> list[Tensor]:
+        """s [k n *out] of every term: an exact root is not kept by its pullback."""
+        return [pullback.root for _, pullback, _ in self.terms]
+
     def push_root(self, v: Tensor) -> Tensor:
         """R v [(k n)], where a row of R is J_nᵀs_kn √(w/N)."""
         named, pushes = unflatten(v, self.layout.like), []
-        for weight, pullback, linear in self.terms:
+        for (weight, pullback, linear), s in zip(self.terms, self._roots, strict=True):
             pushed = linear.push(named).to(pullback.y.dtype)
-            s = pullback.root
             t = torch.einsum("knd,nd->kn", s.reshape(*s.shape[:2], -1), pushed.reshape(pullback.n, -1))
             pushes.append(t.flatten() * math.sqrt(weight / pullback.n))
         return torch.cat(pushes)
@@ -108,8 +113,8 @@ class ImplicitOperator(Operator):
         """Rᵀ t [p] for t [(k n)]."""
         total = t.new_zeros(self.layout.size)
         sizes = [pullback.columns * pullback.n for _, pullback, _ in self.terms]
-        for (weight, pullback, linear), column in zip(self.terms, t.split(sizes), strict=True):
-            u = torch.einsum("kn...,kn->n...", pullback.root, column.view(-1, pullback.n))
+        for (weight, pullback, linear), column, s in zip(self.terms, t.split(sizes), self._roots, strict=True):
+            u = torch.einsum("kn...,kn->n...", s, column.view(-1, pullback.n))
             u = u * math.sqrt(weight / pullback.n)
             pulled = linear.pull(u.to(linear.y.dtype))
             total += torch.cat([g.reshape(-1) for g in pulled.values()]).to(t.dtype)

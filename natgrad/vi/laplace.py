@@ -17,6 +17,7 @@ from natgrad.errors import BatchStatisticsError, IncompatibleError, NatgradError
 from natgrad.geometry import Vector
 from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots, map_tensors
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import check_independent, examples, separable
 from natgrad.pullback.pullback import Observer, layers_of
@@ -81,6 +82,10 @@ class Laplace:
     - ``nn.MSELoss()`` + (c/2)‖θ‖² is a mean over the D outputs too, of 2σ²/D times −log p of ``Gaussian(scale=σ)``:
       δ = N·c·D/(2σ²).
 
+    A loss in the place of the metric is −log p of one term, up to constants: it is summed over all examples and terms
+    that count, whatever its reduction. So ``nn.MSELoss()`` is Σ(y − t)², of σ² = ½; trained as a mean over the N·D
+    outputs, + (c/2)‖θ‖², it has δ = N·D·c. A loss that is none of torch's is taken for a mean over the examples.
+
     δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
     it; samples and predictions take its value. A metric with ``reduction="mean"`` counts the terms of an example as
     one. ``Implicit`` needs one CG solve per sample, and has no determinant. The parameters of the model are copied, and
@@ -102,16 +107,17 @@ class Laplace:
         self,
         model: nn.Module | Model,
         x: Inputs | DataLoader[Any],
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         structure: Structure | None = None,
         prior_precision: float | Tensor = 1.0,
         target: Any = None,
         generator: torch.Generator | None = None,
     ) -> None:
         structure = structure or Dense()
-        check_slots(metric=(metric, OutputMetric), structure=(structure, Structure))
+        metric = metric_of(metric).of_sum()
+        check_slots(structure=(structure, Structure))
         structure.require_whole("Laplace")
-        _check_precision(prior_precision)
+        check_precision(prior_precision, learnable=True)
         self.model = Model.of(model)
         self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
         self.operator, self.examples = _mean_metric(self.model, x, metric, structure, target, generator)  # G and N
@@ -121,7 +127,7 @@ class Laplace:
 
     def with_prior(self, prior_precision: float | Tensor) -> Laplace:
         """The same with another δ: G is not estimated again, and Kronecker factors are diagonalised once for all."""
-        _check_precision(prior_precision)
+        check_precision(prior_precision, learnable=True)
         other = copy(self)
         other._assume(prior_precision)
         return other
@@ -345,21 +351,25 @@ def most_evident(evidence: Callable[[float], float], square: float, trace: float
     return math.exp(0.5 * (a + b))
 
 
-def _check_precision(prior_precision: float | Tensor) -> None:
-    one = not isinstance(prior_precision, Tensor) or (prior_precision.numel() == 1 and not prior_precision.is_complex())
-    if isinstance(prior_precision, bool) or not one or torch.as_tensor(prior_precision).dtype == torch.bool:
-        given = (
-            f"a tensor of shape {tuple(prior_precision.shape)} and type {prior_precision.dtype}"
-            if isinstance(prior_precision, Tensor)
-            else repr(prior_precision)
-        )
+def check_precision(precision: float | Tensor, what: str = "prior_precision", *, learnable: bool = False) -> None:
+    """Refuse what is not one positive number, or, where it is not ``learnable``, requires a gradient."""
+    if isinstance(precision, Tensor):
+        one = precision.numel() == 1 and precision.dtype != torch.bool and not precision.is_complex()
+        given = f"a tensor of shape {tuple(precision.shape)} and type {precision.dtype}"
+    else:
+        one, given = not isinstance(precision, bool), repr(precision)
+    if not one:
         raise TypeError(
-            f"prior_precision must be one number, 1/variance of the prior of every parameter, got {given}: one for "
-            "each parameter or layer is not supported; scale the parameters instead"
+            f"{what} must be one number, 1/variance of the prior of every parameter, got {given}: one for each "
+            "parameter or layer is not supported; scale the parameters instead"
+        )
+    if isinstance(precision, Tensor) and precision.requires_grad and not learnable:
+        raise TypeError(
+            f"{what} requires a gradient, and only its value is used here: detach it, or learn it with "
+            "Laplace.log_marginal_likelihood, which is differentiable in it"
         )
     advice = ": it is 1/variance of the prior of every parameter (N times the weight decay of a mean loss)"
-    number = prior_precision.detach() if isinstance(prior_precision, Tensor) else prior_precision
-    check_positive(number, "prior_precision", advice)
+    check_positive(precision.detach() if isinstance(precision, Tensor) else precision, what, advice)
 
 
 def _solver(G: Operator) -> Solver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families.domains import time_to_singular
-from natgrad.linalg import check_finite, check_positive
+from natgrad.linalg import check_finite
+from natgrad.vi.laplace import check_precision
 from natgrad.vi.likelihoods import Likelihood
 from natgrad.vi.posterior import check_rate
 
 Projection: TypeAlias = tuple[Tensor, Tensor]  # a [n m] and r [n]: given v, f_n = a_nᵀv + ε_n with ε_n ~ N(0, r_n)
 MARGIN = 0.9  # how far a step may go towards the boundary of the domain
 _HALVINGS = 12
+_GAP = 0.1  # nats of a bound that its quadrature may be off before a warning
+_log = logging.getLogger("natgrad")
 
 
 @final
@@ -212,7 +216,10 @@ def ascend(
     True
     """
     model.check(x, y)
-    return ascend_at(model, model.project(x), y, rate=rate, tolerance=tolerance, steps=steps)
+    at = model.project(x)
+    ascent = ascend_at(model, at, y, rate=rate, tolerance=tolerance, steps=steps)
+    _warn_of_gap(model, at, y)
+    return ascent
 
 
 @torch.no_grad()
@@ -291,8 +298,21 @@ def learn(
     for p, slope in zip(parameters, gradients, strict=True):
         p.grad = slope
     with torch.no_grad():  # q where the search ended, which need not be its last evaluation
-        ascend_at(model, model.project(x), y, rate=rate, tolerance=tolerance)
+        at = model.project(x)
+        ascend_at(model, at, y, rate=rate, tolerance=tolerance)
+        _warn_of_gap(model, at, y)
     return tuple(bounds)
+
+
+def _warn_of_gap(model: LatentGaussian, at: Projection, y: Tensor) -> None:
+    μ, v, _ = model.belief.marginals(at)
+    gap = model.likelihood.gap(y, μ, v)
+    if not gap <= _GAP:
+        _log.warning(
+            "the quadrature of %s changes the bound by %.2g nats with twice the nodes: give it nodes=…",
+            type(model.likelihood).__name__,
+            gap,
+        )
 
 
 @final
@@ -313,7 +333,7 @@ class BayesianLinear(LatentGaussian):
     def __init__(self, likelihood: Likelihood, features: int, prior_precision: float = 1.0) -> None:
         if features < 1:
             raise ValueError(f"BayesianLinear needs features ≥ 1, got {features}")
-        check_positive(prior_precision, "prior_precision")
+        check_precision(prior_precision)
         super().__init__(likelihood, torch.empty(features))
         self.prior_precision = float(prior_precision)
 

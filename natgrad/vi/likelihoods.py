@@ -32,6 +32,10 @@ class Likelihood(nn.Module, ABC):
         They are E ∂log p/∂f and ½ E ∂²log p/∂f² (Bonnet 1964; Price 1958).
         """
 
+    def gap(self, y: Tensor, μ: Tensor, v: Tensor) -> float:
+        """By how many nats Σ_n E log p(y_n | f_n) changes with twice the nodes; 0 for a closed form."""
+        return 0.0
+
     @property
     def concave(self) -> bool:
         """Whether log p is concave in f: then ∂E/∂v ≤ 0, and no step of size ≤ 1 can leave the domain."""
@@ -82,17 +86,17 @@ class PoissonCounts(Likelihood):
 class Quadrature(Likelihood):
     """Any log p(y | f), by Gauss–Hermite quadrature with ``nodes`` points: exact for polynomials of degree 2·nodes − 1.
 
-    A log p that bends within √v (Student's t with a small scale) needs more nodes. With any number of them the slopes
-    are the derivatives of the sum that ``expected`` is, so that a step ascends the bound that is reported. Subclasses
-    define ``log_density``; ``derivatives`` are taken by autograd unless they are overridden.
+    A log p that bends within √v (Student's t with a small scale) needs more nodes: ``gap`` compares with twice as many,
+    and ``ascend`` and ``learn`` warn of a large one. With any number of nodes the slopes are the derivatives of the sum
+    that ``expected`` is, so that a step ascends the bound that is reported. Subclasses define ``log_density``;
+    ``derivatives`` are taken by autograd unless they are overridden.
     """
 
     def __init__(self, nodes: int = 20) -> None:
         super().__init__()
         if nodes < 1:
             raise ValueError(f"nodes={nodes}: a quadrature needs one node or more")
-        # The Jacobi matrix of N(0, 1): the orthonormal polynomials are Hermite's.
-        x, w = gauss_rule(torch.zeros(nodes, dtype=torch.float64), torch.arange(1, nodes, dtype=torch.float64).sqrt())
+        x, w = _hermite(nodes)
         self.register_buffer("nodes", x.to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("weights", w.to(torch.get_default_dtype()), persistent=False)
         self.nodes: Tensor
@@ -123,6 +127,12 @@ class Quadrature(Likelihood):
         by_variance = (w * self.nodes.to(μ.dtype)) @ first / (2 * v.sqrt())
         # At v ≤ ε the nodes are one point to half the digits, and the division would lose the others.
         return w @ first, torch.where(v > torch.finfo(v.dtype).eps, by_variance, 0.5 * (w @ second))
+
+    @torch.no_grad()
+    def gap(self, y: Tensor, μ: Tensor, v: Tensor) -> float:
+        x, w = (t.to(μ) for t in _hermite(2 * len(self.nodes)))
+        finer = w @ self.log_density(y, torch.addcmul(μ, x.unsqueeze(1), v.sqrt()))
+        return abs(float((finer - self.expected(y, μ, v)).sum()))
 
     def _latent(self, μ: Tensor, v: Tensor) -> Tensor:
         return torch.addcmul(μ, self.nodes.to(μ.dtype).unsqueeze(1), v.sqrt())
@@ -171,6 +181,12 @@ class StudentNoise(Quadrature):
         constant = math.lgamma(half) - math.lgamma(0.5 * self.degrees) - 0.5 * math.log(self.degrees * math.pi)
         tail = ((y - f) / self.scale).square() / self.degrees
         return constant - math.log(self.scale) - half * torch.log1p(tail)
+
+
+def _hermite(nodes: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights [q] of N(0, 1), whose orthonormal polynomials are Hermite's."""
+    beside = torch.arange(1, nodes, dtype=torch.float64).sqrt()
+    return gauss_rule(torch.zeros(nodes, dtype=torch.float64), beside)
 
 
 def _check_support(y: Tensor, inside: Tensor, bound: str) -> None:

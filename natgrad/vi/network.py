@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
-from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.optim.checkpoint import (
     check_entries,
@@ -24,11 +23,12 @@ from natgrad.optim.checkpoint import (
     in_words,
     operator_of,
 )
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
-from natgrad.vi.laplace import draw, outputs_at
+from natgrad.vi.laplace import check_precision, draw, outputs_at
 from natgrad.vi.posterior import check_rate
 
 _EXACT = 2048  # the largest dimension whose trace of the covariance is exact
@@ -44,7 +44,7 @@ class Prior:
     examples: int
 
     def __post_init__(self) -> None:
-        check_positive(self.precision, "Prior(precision=…)")
+        check_precision(self.precision, "Prior(precision=…)")
         if self.examples < 1:
             raise ValueError(f"Prior(examples=…) is the number of all training examples, got {self.examples}")
 
@@ -95,14 +95,15 @@ class VariationalNetwork:
     def __init__(
         self,
         model: nn.Module,
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         structure: Structure,
         prior: Prior,
         rates: Rates | None = None,
         pairs: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
-        check_slots(metric=(metric, OutputMetric), structure=(structure, Structure), prior=(prior, Prior))
+        metric = metric_of(metric)
+        check_slots(structure=(structure, Structure), prior=(prior, Prior))
         structure.require_whole("VariationalNetwork")
         if pairs < 1:
             raise ValueError(f"VariationalNetwork(pairs=…) needs one pair of samples or more, got {pairs}")

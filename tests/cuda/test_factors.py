@@ -253,7 +253,7 @@ def test_few_numbers_are_not_rounded_to_bfloat16() -> None:
 @pytest.mark.usefixtures("bfloat16")
 def test_a_recording_is_of_one_precision() -> None:
     layer, n = nn.Linear(1024, 8).cuda(), 8192
-    opt = ng.KFAC(layer, ng.Fisher(ng.Categorical()), lr=0.0, metric_every=1, decay=0.0)
+    opt = ng.KFAC(layer, ng.Fisher(ng.Categorical(axis=-1)), lr=0.0, metric_every=1, decay=0.0)
     x = torch.full((n, 1024), 1.0 + 2**-9, device="cuda")
 
     def moment() -> float:

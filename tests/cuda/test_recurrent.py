@@ -60,7 +60,7 @@ def _model(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpu_gives_the_factors_of_a_processor(name: str, training: bool) -> None:
     model, x = _model(name).train(training), torch.randn(5, 6, 3, dtype=torch.float64)
-    metric, structure = ng.Fisher(ng.Categorical()), ng.Kronecker(strict=True)
+    metric, structure = ng.Fisher(ng.Categorical(axis=-1)), ng.Kronecker(strict=True)
     expected = structure.estimate(ng.pullback(model, x, metric)).dense()
     pb = ng.pullback(model.cuda(), x.cuda(), metric)
     assert covered(pb) == set(pb.model.params)
@@ -75,7 +75,7 @@ def test_the_users_own_pass_with_fused_kernels_gives_the_same_step(name: str) ->
     for device in ("cpu", "cuda"):
         model = _model(name).to(device)
         optimizer = ng.NaturalGradient(
-            model, ng.Fisher(ng.Categorical()), structure=ng.Kronecker(strict=True), damping=0.1, lr=0.1
+            model, ng.Fisher(ng.Categorical(axis=-1)), structure=ng.Kronecker(strict=True), damping=0.1, lr=0.1
         )
         model(x.to(device)).square().mean().backward()
         optimizer.step()

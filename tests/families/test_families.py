@@ -19,7 +19,7 @@ from tests.output.table import close, normal
 Row = tuple[Family, Callable[[Tensor], D.Distribution], Tensor]
 FAMILIES: dict[str, Row] = {
     "categorical": (ng.Categorical(), lambda y: D.Categorical(logits=y), normal(3, 4)),
-    "categorical sequence": (ng.Categorical(), lambda y: D.Categorical(logits=y), normal(2, 3, 4)),
+    "categorical sequence": (ng.Categorical(axis=-1), lambda y: D.Categorical(logits=y), normal(2, 3, 4)),
     "bernoulli": (ng.Bernoulli(), lambda y: D.Bernoulli(logits=y), normal(3, 2)),
     "bernoulli scalar": (ng.Bernoulli(), lambda y: D.Bernoulli(logits=y), normal(3)),
     "poisson": (ng.Poisson(), lambda y: D.Poisson(y.exp()), normal(3, 2)),

@@ -7,12 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -243,6 +249,12 @@ def worker(rank: int, folder: Path) -> None:
         found["errors"] = [_error(make, rank) for make in ERRORS.values()]
         found["sampled"] = _sampled(rank)
         found["strangers"] = [_stranger(first, rank) for first in (True, False)]
+        found["alone"] = {name: _alone(make, rank) for name, make in ALONE.items()}
+        found["refreshed"] = _refreshed(rank)
+        found["doubts"] = _doubts(rank)
+        found["sharded"] = {name: _message(partial(_sharded, name)) for name in SHARDED}
+        found["checkpoint"] = _checkpointed(rank, folder / "checkpoint")
+        found["join"] = _message(partial(_joined, rank))  # last: torch waits in it for a process that has raised
     torch.save(found, folder / f"found{rank}.pt")
 
 
@@ -321,6 +333,114 @@ def _stranger(first: bool, rank: int) -> str:
     except NatgradError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def _message(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+ALONE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
+    "kfac": lambda m: ng.KFAC(m, EXACT, metric_every=1),
+    "ekfac": lambda m: ng.EKFAC(m, EXACT, metric_every=1),
+    "loss": lambda m: ng.KFAC(m, nn.CrossEntropyLoss(reduction="sum"), metric_every=1),
+    "dense": lambda m: ng.NaturalGradient(m, EXACT, damping=0.1),
+}
+
+
+def _alone(make: Callable[[nn.Module], ng.NaturalGradient], rank: int) -> list[Any]:
+    """What is raised where the second process has no example, or NaN, in the first step and in a later one; then θ."""
+    model = DistributedDataParallel(build(CASES["kfac"]))
+    opt = make(model)
+    x, t = seeded(lambda: (torch.randn(4, 3, dtype=torch.float64), torch.randint(3, (4,))), rank)
+    empty, bad = x[: 4 * (1 - rank)], torch.where(torch.tensor(rank == 1), torch.nan, x)
+
+    def step(x: Tensor) -> None:
+        opt.zero_grad()
+        F.cross_entropy(model(x), t[: len(x)], reduction="sum").backward()
+        opt.step()
+
+    found: list[Any] = []
+    for _ in range(2):
+        found += [_message(partial(step, shard)) for shard in (empty, bad, x)]
+    return [*found, torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
+
+
+def _refreshed(rank: int) -> str:
+    """What ``step`` says where the second process has refreshed the metric with an input that is not finite."""
+    model = DistributedDataParallel(build(CASES["kfac"]))
+    opt = ng.KFAC(model, EXACT)
+    x = torch.full((2, 3), torch.nan if rank else 1.0, dtype=torch.float64)
+
+    def step() -> None:
+        opt.refresh(x)
+        model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        opt.step()
+
+    return _message(step)
+
+
+def _doubts(rank: int) -> tuple[list[bool], Tensor]:
+    """Which inverses of the second process started from the last one, where it doubts all that did; and θ."""
+    started: list[bool] = []
+
+    class Doubting(ng.solve.Solver):
+        by_layer: ClassVar[bool] = True
+
+        @property
+        def doubtful(self) -> bool:
+            return rank == 1 and bool(started) and started[-1]
+
+        def init(
+            self, G: ng.operators.Operator, damping: Any = 0.0, warm: Mapping[str, Tensor] | None = None
+        ) -> ng.operators.Inverse:
+            started.append(bool(warm))
+            return ng.Factored().init(G, damping, warm)
+
+    case = Case(lambda m: ng.KFAC(m, EXACT, solver=Doubting(), **SCHEDULE))
+    model = DistributedDataParallel(build(case))
+    return started, train(case, model, case.make(model), range(STEPS), rank)
+
+
+SHARDED = ("fsdp2", "hsdp", "tensor", "fsdp1")
+
+
+def _sharded(name: str) -> None:
+    """An optimizer of a model whose parameters are divided over the processes."""
+    model, alone = build(CASES["kfac"]), init_device_mesh("cpu", (2,))
+    if name == "fsdp2":
+        fully_shard(model, mesh=alone)
+    elif name == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
+    elif name == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        parallelize_module(model, alone, {"0": ColwiseParallel()})
+    ng.KFAC(model, EXACT)
+
+
+def _joined(rank: int) -> None:
+    """The second process has one batch more."""
+    model = DistributedDataParallel(build(CASES["kfac"]))
+    opt = CASES["kfac"].make(model)
+    with model.join():
+        train(CASES["kfac"], model, opt, range(2 + rank), rank)
+
+
+def _checkpointed(rank: int, folder: Path) -> list[Tensor]:
+    """θ of a run, and of one that goes on from the checkpoint by torch's engine half-way."""
+    case, ends = CASES["ekfac_schedules"], []
+    model, other = (DistributedDataParallel(build(case)) for _ in range(2))
+    opt, again = case.make(model), case.make(other)
+    train(case, model, opt, range(HALF), rank)
+    save({"model": model, "opt": opt}, checkpoint_id=folder)
+    load({"model": other, "opt": again}, checkpoint_id=folder)
+    for m, o in ((model, opt), (other, again)):
+        ends.append(train(case, m, o, range(HALF, STEPS), rank).clone())
+    return ends
 
 
 def _sampled(rank: int) -> tuple[int, Tensor, Tensor]:

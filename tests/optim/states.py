@@ -13,7 +13,7 @@ from natgrad.structures import Structure
 from tests.optim.tasks import seeded
 from tests.pulled import normal, opaque
 
-EXACT = ng.Fisher(ng.Categorical())
+EXACT = ng.Fisher(ng.Categorical(axis=-1))
 Make = Callable[[nn.Module], ng.NaturalGradient]
 
 

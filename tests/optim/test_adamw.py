@@ -20,7 +20,7 @@ from tests.optim.states import alike, whole
 from tests.optim.tasks import seeded
 from tests.optim.test_plain_step import Replays
 
-METRIC = ng.Fisher(ng.Categorical())
+METRIC = ng.Fisher(ng.Categorical(axis=-1))
 BETAS = (0.9, 0.95)
 
 

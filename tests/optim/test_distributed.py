@@ -154,3 +154,59 @@ def test_a_model_in_no_wrapper_among_several_processes_is_told_of(
     ng.KFAC(ranks.plain(), ranks.EXACT)
     (said,) = caplog.messages
     assert "there are 4 processes, and the model is in no DistributedDataParallel: the metric is that of" in said
+
+
+@pytest.mark.parametrize("name", ranks.ALONE)
+def test_an_empty_shard_or_nan_in_one_process_is_raised_by_all_and_training_goes_on(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    first, second = (each["alone"][name] for each in found)
+    for step in (0, 1):
+        of_first, of_second = (each[3 * step : 3 * step + 3] for each in (first, second))
+        assert of_second[0].startswith("ValueError: the batch is empty: the outputs have no example")
+        assert of_first[0].startswith("NatgradError: in process 1: ValueError: the batch is empty")
+        assert of_second[1].startswith(f"NonFiniteError: at step {step}: the outputs are not finite")
+        assert of_first[1].startswith(f"NonFiniteError: in process 1: at step {step}: the outputs are not finite")
+        assert of_first[2] == of_second[2] == "nothing was raised"
+    assert torch.equal(first[-1], second[-1])
+    assert bool(first[-1].isfinite().all())
+
+
+def test_what_fails_when_one_process_refreshes_the_metric_is_raised_by_all(found: list[dict[str, Any]]) -> None:
+    assert found[0]["refreshed"].startswith("NonFiniteError: at step 0: in process 1: the outputs are not finite")
+    assert found[1]["refreshed"].startswith("NonFiniteError: at step 0: the outputs are not finite")
+
+
+def test_an_inverse_that_one_process_doubts_is_made_anew_at_once(found: list[dict[str, Any]]) -> None:
+    """Later it would be made by that process alone, or never: the others have no reason to make theirs."""
+    (certain, one), (doubting, other) = (each["doubts"] for each in found)
+    assert certain == [False, True, True]
+    assert doubting == [False, True, False, True, False]
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fsdp2", r"FSDP2 (fully_shard) divides the parameters"),
+        ("hsdp", r"HSDP (fully_shard on a mesh of two axes) divides the parameters"),
+        ("tensor", r"tensor parallelism (parallelize_module) divides the parameters"),
+        ("fsdp1", r"FullyShardedDataParallel divides the parameters"),
+    ],
+)
+def test_parameters_that_are_divided_are_refused_by_the_name_of_what_divides_them(
+    found: list[dict[str, Any]], name: str, words: str
+) -> None:
+    for each in found:
+        assert each["sharded"][name].startswith(f"IncompatibleError: {words}")
+        assert "use DistributedDataParallel" in each["sharded"][name]
+
+
+def test_join_is_refused_by_name_in_the_first_pass(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["join"].startswith("IncompatibleError: with model.join() a process without batches makes no step")
+
+
+def test_two_processes_go_on_from_a_checkpoint_by_torch(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert torch.equal(*each["checkpoint"])

@@ -162,6 +162,16 @@ def test_factors_of_accumulation_and_of_a_scaler_are_said_and_no_error(
     assert not messages(caplog)
 
 
+def test_terms_that_do_not_count_alike_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A focal loss, or a mean over sequences of different lengths: the gradient of every term is that of the loss."""
+    w = torch.linspace(0.5, 1.5, N, dtype=torch.float64)
+    with caplog.at_level(logging.INFO, "natgrad"):
+        train = lambda y: (w * F.cross_entropy(y, LABELS, reduction="none")).mean()  # noqa: E731
+        run(*vectors(), F.cross_entropy, train, strict=True)
+    (said,) = [m for m in messages(caplog, logging.INFO) if "the terms of the gradient" in m]
+    assert "have 0.5 to 1.5 times the weights that they have in CrossEntropyLoss()" in said
+
+
 def test_a_step_that_knows_no_scale_is_not_warned_of_one(caplog: pytest.LogCaptureFixture) -> None:
     model, x = vectors()
     train = lambda y: F.cross_entropy(y, LABELS, reduction="sum")  # noqa: E731

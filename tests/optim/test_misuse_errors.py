@@ -161,9 +161,9 @@ def test_a_pass_in_evaluation_mode_beside_one_in_training_mode_is_warned_of_once
 def test_several_terms_an_example_are_told_once_with_both_reductions(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Unflatten(1, (4, 2)))
     with caplog.at_level(logging.INFO, "natgrad"):
-        train(ng.KFAC(model, ng.Fisher(ng.Categorical(), reduction="mean"), metric_every=1), model)
+        train(ng.KFAC(model, ng.Fisher(ng.Categorical(axis=-1), reduction="mean"), metric_every=1), model)
         assert not caplog.records
-        train(ng.KFAC(model, ng.Fisher(ng.Categorical()), metric_every=1), model)
+        train(ng.KFAC(model, ng.Fisher(ng.Categorical(axis=-1)), metric_every=1), model)
     (message,) = said(caplog, "the outputs have 4 terms an example")
     assert "reduction='sum'" in message
     assert "For a loss that is their mean give Fisher(family, reduction='mean')" in message

@@ -47,6 +47,19 @@ class Twice(nn.Module):
         return self.head(self.step(self.step(h).tanh()).tanh())
 
 
+class Behind(nn.Module):
+    """Weights that are functions of parameters, and are used twice: [n 3] → [n 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.gain, self.head = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = F.softplus(self.w)
+        h = torch.tanh(x @ w) * self.gain.prod()
+        return self.head(torch.tanh(h @ w) * self.gain.exp())
+
+
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
 
@@ -64,6 +77,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "convolution": (convolutional, reals(2, 5, 5)),
     "text": (Text, lambda: torch.randint(7, (N, 5))),
     "twice": (Twice, reals(5, 3)),
+    "behind functions": (Behind, reals(3)),
 }
 
 

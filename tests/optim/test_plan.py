@@ -14,7 +14,7 @@ from natgrad.structures.layered import LayerInverse
 from tests.pulled import normal
 from tests.zoo import case, opaque
 
-FISHER = ng.Fisher(ng.Categorical(), samples=1)
+FISHER = ng.Fisher(ng.Categorical(axis=-1), samples=1)
 
 
 class Mixed(nn.Module):
@@ -221,7 +221,7 @@ def test_parameters_of_one_module_that_a_pass_takes_apart_have_rows_of_their_own
         ({"metric_every": 1, "inverse_every": 1, "decay": 0.0}, "estimated every step, inverted when it has changed"),
         ({"weight_decay": 0.1}, "weight decay 0.1 (decoupled)"),
         ({"step": ng.SelfTuned()}, "which needs opt.step(closure)"),
-        ({}, "metric: Fisher(family=Categorical(), samples=1"),
+        ({}, "metric: Fisher(family=Categorical(axis=-1), samples=1"),
     ],
 )
 def test_the_notes_say_how_it_is_damped_moved_and_scheduled(options: dict[str, Any], said: str) -> None:

@@ -17,7 +17,7 @@ def _training(structure: Structure | None = None) -> tuple[Language, ng.NaturalG
     torch.manual_seed(0)
     model = Language(bias=True).double()
     tokens = torch.randint(V, (32, T), generator=torch.Generator().manual_seed(2)).cumsum(1) % V
-    metric = ng.Fisher(ng.Categorical(), samples=1)
+    metric = ng.Fisher(ng.Categorical(axis=-1), samples=1)
     if structure is None:
         return model, ng.KFAC(model, metric, lr=0.3, damping=1e-2), tokens
     return model, ng.NaturalGradient(model, metric, structure=structure, lr=0.3, damping=1e-2), tokens
@@ -62,8 +62,8 @@ def test_half_precision_of_a_forward_pass_leaves_the_factors_in_single() -> None
     torch.manual_seed(0)
     model, tokens = Language(), torch.randint(V, (N, T))
     with torch.autocast("cpu", torch.bfloat16):
-        G = ng.Kronecker(strict=True).estimate(ng.pullback(model, tokens, ng.Fisher(ng.Categorical())))
-    exact = ng.Kronecker().estimate(ng.pullback(model, tokens, ng.Fisher(ng.Categorical())))
+        G = ng.Kronecker(strict=True).estimate(ng.pullback(model, tokens, ng.Fisher(ng.Categorical(axis=-1))))
+    exact = ng.Kronecker().estimate(ng.pullback(model, tokens, ng.Fisher(ng.Categorical(axis=-1))))
     for name, t in G.tensors().items():
         assert t.dtype == torch.float32
         torch.testing.assert_close(

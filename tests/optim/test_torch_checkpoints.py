@@ -158,6 +158,13 @@ def test_a_state_to_load_into_changes_nothing(name: str) -> None:
     assert torch.equal(run(other, asked, 4, seed=1), run(model, opt, 4, seed=1))
 
 
+def test_a_state_before_the_first_step_takes_no_more_memory_than_the_metric_may() -> None:
+    """A metric that is too large is refused in the first pass; until then the optimizer can be saved and moved."""
+    model = nn.Linear(10**5, 1)
+    state = ng.NaturalGradient(model, EXACT).state_dict()
+    assert not any("matrix" in key for key in state["state"][0]["natgrad"])
+
+
 def test_a_first_step_at_the_rate_zero_is_a_step() -> None:
     """A schedule may begin so: its gradient is not zero, and the metric has seen it."""
     model = plain()

@@ -55,6 +55,14 @@ def distribution(
     return Case(f"distribution {name}", ng.Fisher(build), y, h)
 
 
+def pixels(y: Tensor) -> Tensor:
+    """h [n D D] of softmax outputs [n c h w] over the classes c, by the Hessian of torch's cross entropy, summed."""
+    t = torch.zeros(1, *y.shape[2:], dtype=torch.long)
+    loss = partial(F.cross_entropy, target=t, reduction="sum")
+    hessians = [torch.autograd.functional.hessian(loss, y_n[None]) for y_n in y]
+    return torch.stack([H.reshape(y[0].numel(), -1) for H in hessians])
+
+
 def tokens(loss: Callable[..., Tensor], y: Tensor, t: Tensor) -> Tensor:
     """A loss that wants classes on the second axis, of logits [n t c]."""
     return loss(y.transpose(-1, -2), t)
@@ -91,10 +99,11 @@ FAMILIES = [
     Case("euclidean image", ng.Euclidean(), normal(2, 2, 3), oracle.euclidean),
     Case("euclidean mean", ng.Euclidean(reduction="mean"), normal(2, 2, 3), lambda y: oracle.euclidean(y) / 6),
     Case("categorical", ng.Fisher(ng.Categorical()), normal(3, 4), oracle.categorical),
-    Case("categorical sequence", ng.Fisher(ng.Categorical()), normal(2, 3, 4), oracle.categorical),
+    Case("categorical sequence", ng.Fisher(ng.Categorical(axis=-1)), normal(2, 3, 4), oracle.categorical),
+    Case("categorical image", ng.Fisher(ng.Categorical(axis=1)), normal(2, 4, 2, 3), pixels),
     Case(
         "categorical sequence mean",
-        ng.Fisher(ng.Categorical(), reduction="mean"),
+        ng.Fisher(ng.Categorical(axis=-1), reduction="mean"),
         normal(2, 3, 4),
         lambda y: oracle.categorical(y) / 3,
     ),

@@ -268,3 +268,31 @@ def test_a_head_that_one_batch_does_not_train_leaves_the_metric_of_the_others() 
     alone = ng.pullback(detector(), x, ng.metric_of(F.cross_entropy), output=lambda out: out["kind"])
     assert opt.tracker.average is not None
     close(opt.tracker.average.dense(), ng.Dense().estimate(alone).dense())
+
+
+def test_tasks_take_turns_and_a_head_keeps_its_average_while_another_is_trained() -> None:
+    model, x = detector(), normal(6, 3)
+    losses: dict[str, Any] = {"kind": F.cross_entropy, "box": F.mse_loss}
+    opt = ng.KFAC(model, ng.metric_of(losses), lr=0.0, metric_every=1, decay=0.5)
+    targets = {"kind": torch.arange(6) % 3, "box": normal(6, 2, 2)}
+    seen = []
+    for key in ("kind", "box", "kind", "box"):
+        opt.zero_grad()
+        losses[key](model(x)[key], targets[key]).backward()
+        opt.step()
+        assert opt.tracker.average is not None
+        seen.append({name: t.clone() for name, t in opt.tracker.average.tensors().items()})
+    assert "second.weight/S" not in seen[0]
+    for side in "SA":
+        for one, other in ((0, 1), (0, 3)):
+            close(seen[one][f"first.weight/{side}"], seen[other][f"first.weight/{side}"])
+        close(seen[1][f"second.weight/{side}"], seen[3][f"second.weight/{side}"])
+    assert not torch.allclose(seen[0]["body.weight/S"], seen[1]["body.weight/S"])
+
+
+def test_the_user_may_change_a_head_in_place() -> None:
+    model, x = detector(), normal(6, 3)
+    opt = ng.KFAC(model, {"kind": F.cross_entropy, "box": F.mse_loss})
+    out = model(x)
+    (F.cross_entropy(out["kind"], torch.arange(6) % 3) + out["box"].sigmoid_().mean()).backward()
+    opt.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -437,3 +438,57 @@ def test_every_preset_trains_with_a_loss(preset: Any, loss: nn.Module) -> None:
         opt.step()
         values.append(float(value.detach()))
     assert values[-1] < 0.8 * values[0]
+
+
+def test_what_cannot_be_seen_is_said_and_a_refresh_with_targets_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled model shows no cotangent: all terms count, unless the targets are given."""
+    net, t = Talker(), labels(3, classes=4, ignored=-100)
+    compiled, metric = torch.compile(net, backend="eager"), ng.metric_of(nn.CrossEntropyLoss(), axis=-1)
+    with caplog.at_level(logging.INFO, "natgrad"):
+        opt = ng.NaturalGradient(compiled, metric, lr=0.0)  # type: ignore[arg-type]
+        flat_loss(compiled(IDS), t).backward()
+        opt.step()
+    assert "cannot be seen at the outputs (a compiled model" in caplog.text
+    G = opt.tracker.average
+    assert G is not None
+    torch.testing.assert_close(G.dense(), gauss_newton(net, IDS, lambda y: flat_loss(y, 0 * t)))
+    opt.refresh(IDS, t)
+    opt.step()
+    G = opt.tracker.average
+    assert G is not None
+    torch.testing.assert_close(G.dense(), gauss_newton(net, IDS, lambda y: flat_loss(y, t)))
+
+
+def test_a_pass_that_waits_is_held_until_the_step_only() -> None:
+    net, x, t = model(3), inputs(), labels()
+    opt = ng.NaturalGradient(net, nn.CrossEntropyLoss())
+    unused, y = net(x), net(x)
+    dead = [weakref.ref(unused), weakref.ref(y)]
+    F.cross_entropy(y, t).backward()
+    opt.step()
+    del unused, y
+    assert [each() for each in dead] == [None, None]
+
+
+# Elsewhere a loss stands for its metric, too.
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=W3.new_ones(4), reduction="sum")])
+def test_laplace_counts_every_term_in_full(loss: nn.Module) -> None:
+    """The posterior of −Σ log p over the valid tokens, whatever the reduction; the batches of a loader add up."""
+    net, t, δ = Talker(), labels(3, classes=4, ignored=-100), 2.0
+    H = gauss_newton(net, IDS, lambda y: F.cross_entropy(y.reshape(-1, 4), t.reshape(-1), reduction="sum"))
+    expected = torch.linalg.inv(H + δ * torch.eye(len(H), dtype=H.dtype))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IDS, t), batch_size=2)
+    for x, target in ((IDS, t), (loader, None)):
+        posterior = ng.vi.Laplace(net, x, loss, prior_precision=δ, target=target)
+        torch.testing.assert_close(posterior.covariance(), expected)
+
+
+def test_the_natural_gradient_of_a_loss_in_its_own_metric() -> None:
+    net, x, t = model(3), inputs(), labels()
+    G = gauss_newton(net, x, lambda y: F.cross_entropy(y, t))
+    ω = torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(net(x), t), list(net.parameters()))])
+    v = ng.natural_gradient(net, x, F.cross_entropy(net(x), t), F.cross_entropy, target=t, damping=0.1)
+    expected = torch.linalg.solve(G + 0.1 * torch.eye(len(G), dtype=G.dtype), ω)
+    torch.testing.assert_close(torch.cat([p.flatten() for p in v.values()]), expected)

@@ -177,8 +177,8 @@ REDUCTIONS: dict[str, tuple[Callable[..., ng.OutputMetric], Tensor, int]] = {
     "euclidean image": (ng.Euclidean, normal(3, 2, 4), 8),
     "euclidean scalar": (ng.Euclidean, normal(3), 1),
     "categorical": (partial(ng.Fisher, ng.Categorical()), normal(3, 4), 1),
-    "categorical sequence": (partial(ng.Fisher, ng.Categorical()), normal(3, 5, 4), 5),
-    "categorical image": (partial(ng.Fisher, ng.Categorical()), normal(2, 2, 3, 4), 6),
+    "categorical sequence": (partial(ng.Fisher, ng.Categorical(axis=-1)), normal(3, 5, 4), 5),
+    "categorical image": (partial(ng.Fisher, ng.Categorical(axis=1)), normal(2, 4, 2, 3), 6),
     "bernoulli": (partial(ng.Fisher, ng.Bernoulli()), normal(3, 2, 2), 4),
     "poisson": (partial(ng.Fisher, ng.Poisson()), normal(3, 2), 2),
     "gaussian": (partial(ng.Fisher, ng.Gaussian(scale=0.5)), normal(3, 2), 2),
@@ -212,7 +212,7 @@ def test_reduction_mean_divides_sampled_roots_too(name: str) -> None:
 def test_the_mean_metric_is_the_gauss_newton_matrix_of_the_mean_loss() -> None:
     y = normal(2, 3, 3)
     metric = ng.LossHessian(partial(tokens, F.cross_entropy))  # the mean over the tokens of one example
-    close(outer(metric.root(y, SEQUENCES)), outer(ng.Fisher(ng.Categorical(), reduction="mean").root(y)))
+    close(outer(metric.root(y, SEQUENCES)), outer(ng.Fisher(ng.Categorical(axis=-1), reduction="mean").root(y)))
     metric = ng.LossHessian(lambda y, t: 0.5 * F.mse_loss(y, t))
     close(outer(metric.root(y, 0 * y)), outer(ng.Euclidean(reduction="mean").root(y)))
 
@@ -306,7 +306,7 @@ def fisher(family: Any, samples: int = 2) -> ng.OutputMetric:
 Row = tuple[ng.OutputMetric, Tensor, Callable[[Tensor], Tensor]]
 SAMPLED: dict[str, Row] = {
     "categorical": (fisher(ng.Categorical()), normal(1, 3), oracle.categorical),
-    "categorical sequence": (fisher(ng.Categorical(), 1), normal(1, 2, 3), oracle.categorical),
+    "categorical sequence": (fisher(ng.Categorical(axis=-1), 1), normal(1, 2, 3), oracle.categorical),
     "bernoulli": (fisher(ng.Bernoulli()), normal(1, 3), oracle.bernoulli),
     "bernoulli scalar": (fisher(ng.Bernoulli()), normal(1), oracle.bernoulli),
     "poisson": (fisher(ng.Poisson(), 3), normal(1, 3), oracle.poisson),
@@ -424,7 +424,17 @@ def test_a_sampled_metric_keeps_flat_and_divergence_of_the_exact_one() -> None:
         close(sampled.divergence(y + u, y, t), exact.divergence(y + u, y, t), 0.0)
 
 
-@pytest.mark.parametrize("family", [ng.Categorical(), ng.Bernoulli(), ng.Poisson(), ng.Gaussian(), ng.Gaussian(None)])
+FAMILIES = [
+    ng.Categorical(axis=1),
+    ng.Categorical(axis=-1),
+    ng.Bernoulli(),
+    ng.Poisson(),
+    ng.Gaussian(),
+    ng.Gaussian(None),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=repr)
 @pytest.mark.parametrize("shape", [(4, 6), (3, 5, 2)])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_samples_that_the_examples_share_are_combinations_of_the_columns_of_the_root(
@@ -497,6 +507,12 @@ METHODS: dict[str, Method] = {
 SHAPES: dict[str, tuple[ng.OutputMetric, tuple[int, ...], str]] = {
     "logits without classes": (ng.Fisher(ng.Categorical()), (3,), r"Categorical needs the logits .* shape \(3,\)"),
     "one class": (ng.Fisher(ng.Categorical()), (3, 1), r"2 or more\], got outputs of shape \(3, 1\)"),
+    "classes of an image": (ng.Fisher(ng.Categorical()), (2, 3, 4, 4), r"which axis of .* \(2, 3, 4, 4\) has the cl"),
+    "no such axis": (
+        ng.Fisher(ng.Categorical(axis=2)),
+        (2, 3),
+        r"axis=2\): outputs of shape \(2, 3\) have no such axis",
+    ),
     "odd outputs": (ng.Fisher(ng.Gaussian(None)), (3, 5), r"as many log-scales as means .* got .* shape \(3, 5\)"),
     "scalar outputs": (ng.Fisher(ng.Gaussian(None)), (4,), r"as many log-scales as means .* got .* shape \(4,\)"),
     "no example": (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.errors import BatchStatisticsError
+from natgrad.errors import BatchStatisticsError, IncompatibleError
 from natgrad.rules import LinearRule
 from natgrad.structures import Structure
 
@@ -83,7 +83,16 @@ def weakly_coupled(m: Written, x: Tensor) -> Tensor:
     return m.o(h + 0.01 * h.mean(0))
 
 
-APART = [called_in_vain, detached, sorting, flipped_and_scaled, scalar_and_norm]
+def spectral(m: Written, x: Tensor) -> Tensor:
+    filters = torch.complex(m.l.weight[:2].T, m.o.weight.T)
+    return torch.fft.irfft(torch.fft.rfft(torch.tanh(m.l(x))) @ filters[1:] * (1j * m.scale), n=2) + m.o(x)
+
+
+def distances(m: Written, x: Tensor) -> Tensor:
+    return torch.exp(-m.scale * torch.cdist(x, m.o.weight))
+
+
+APART = [called_in_vain, detached, sorting, flipped_and_scaled, scalar_and_norm, spectral]
 TOGETHER = [products_of_activations, weakly_coupled]
 STRUCTURES = [ng.Dense(), ng.Kernel(), ng.LowRank(100), ng.Implicit()]
 
@@ -96,6 +105,31 @@ def test_the_metric_does_not_depend_on_how_the_forward_pass_is_written(
     model, x = Written(forward), inputs()
     G = structure.estimate(ng.pullback(model, x, ng.Euclidean())).dense()
     torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES[:3], ids=repr)
+def test_an_operation_with_a_wrong_derivative_under_vmap_is_noticed(structure: Structure) -> None:
+    """torch.cdist has one, in torch 2.13."""
+    model, x = Written(distances), inputs()
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean())).dense()
+    torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
+
+
+def test_an_operation_without_a_second_derivative_is_named() -> None:
+    G = ng.Implicit().estimate(ng.pullback(Written(distances), inputs(), ng.Euclidean()))
+    with pytest.raises(IncompatibleError, match=r"cdist_backward.*use a structure that needs none, such as Dense"):
+        G.dense()
+
+
+def test_a_module_with_two_names_is_left_as_it_was() -> None:
+    layer = nn.Linear(3, 3)
+    model, x = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(3, 2)).double(), inputs()
+    before = list(model.parameters())
+    for structure in (ng.Dense(), ng.Implicit(), ng.Kronecker()):
+        G = structure.estimate(ng.pullback(model, x, ng.Euclidean()))
+        if not isinstance(structure, ng.Kronecker):
+            torch.testing.assert_close(G.dense(), dense(model, x), rtol=1e-10, atol=1e-10)
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("forward", TOGETHER, ids=lambda f: f.__name__)

@@ -238,7 +238,9 @@ def test_training_does_not_depend_on_where_the_examples_are(kind: str) -> None:
     ends = []
     for first in (True, False):
         of = LAYOUTS[kind].problem(first, N)
-        opt = ng.KFAC(of.module, ng.Fisher(ng.Categorical()), strict=True, metric_every=1, inverse_every=1, lr=0.1)
+        opt = ng.KFAC(
+            of.module, ng.Fisher(ng.Categorical(axis=-1)), strict=True, metric_every=1, inverse_every=1, lr=0.1
+        )
         for _ in range(3):
             opt.zero_grad()
             y = of.module(of.x)

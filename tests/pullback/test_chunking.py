@@ -74,7 +74,7 @@ def test_outputs_of_a_bounded_pullback_are_those_of_the_whole_batch() -> None:
 
 def test_bounded_sampled_metric_has_the_root_of_the_whole_batch() -> None:
     problem = zoo.case("mlp_tanh").make()
-    metric = ng.Fisher(ng.Categorical(), samples=3)
+    metric = ng.Fisher(ng.Categorical(axis=-1), samples=3)
     close(pull(problem, metric, memory=8).root, pull(problem, metric).root)
 
 
@@ -140,7 +140,7 @@ def test_diagonal_of_a_sampled_metric_never_holds_the_gradients_of_the_examples(
     """M5: N·P would be 64 · 3,300; the largest tensor is one of the size of the parameters or of the activations."""
     model, x = zoo.mlp(30, 50, 34).double(), normal(64, 30)
     with Largest() as largest:
-        pb = ng.pullback(model, x, ng.Fisher(ng.Categorical(), samples=1))
+        pb = ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1), samples=1))
         ng.Diagonal().estimate(pb)
     activations = 64 * 50
     assert largest.elements <= max(pb.model.size, 2 * activations)
@@ -235,7 +235,7 @@ def test_outputs_that_the_user_changes_in_place_do_not_reach_the_metric() -> Non
     """A temperature, y /= 2, after the forward pass and before the step."""
     layer = torch.nn.Linear(3, 2, dtype=torch.float64)
     x = torch.arange(12, dtype=torch.float64).view(4, 3) / 12
-    metric = ng.Fisher(ng.Categorical())
+    metric = ng.Fisher(ng.Categorical(axis=-1))
     opt = ng.NaturalGradient(layer, metric, structure=ng.Implicit(), solver=ng.CG())
     y = layer(x)
     h = metric.flat(y.detach().clone(), torch.stack([x[:, 0], torch.zeros(4, dtype=torch.float64)], dim=1))

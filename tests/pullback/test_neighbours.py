@@ -93,22 +93,32 @@ def test_a_batch_that_numbers_its_examples_is_not_cut() -> None:
         ng.Diagonal().estimate(ng.pullback(model, x, ng.Euclidean(), memory=2**13))
 
 
+class Adjacent(nn.Module):
+    """The neighbours of an example are a row of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        """[n 3] and [n n] to [n 4]."""
+        return adjacency @ torch.tanh(self.body(x))
+
+
 def test_a_batch_that_the_model_cannot_see_in_part_is_not_cut() -> None:
-    class Adjacent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(3, 4)
-
-        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-            return adjacency @ torch.tanh(self.body(x))
-
     x = (normal(40, 3), normal(40, 40, seed=1))
     with pytest.raises(BatchStatisticsError, match=r"cannot be cut: on \d+ of them the model fails \(.*shapes cannot"):
         ng.Diagonal().estimate(ng.pullback(Adjacent().double(), x, ng.Euclidean(), memory=2**13))
 
 
-def test_exact_products_of_such_a_batch_are_those_of_all_its_examples() -> None:
-    model, x = graph("index", n=300)
+@pytest.mark.parametrize("kind", ["index", "matrix"])
+def test_exact_products_of_such_a_batch_are_those_of_all_its_examples(kind: str) -> None:
+    model: nn.Module
+    x: tuple[Tensor, ...]
+    if kind == "index":
+        model, x = graph("index", n=300)
+    else:
+        model, x = seeded(lambda: Adjacent().double()), (normal(300, 3), normal(300, 300, seed=1))
     v = ng.Vector({name: normal(*p.shape) for name, p in model.named_parameters()})
     Jv = jacobian(model, x) @ v.flatten()
     found = quadratic_forms(Batch(Model.of(model), x), ng.Euclidean(), [v], fraction=0.25)

@@ -33,7 +33,7 @@ def test_gradients_parameters_and_random_stream_stay(name: str, structure: ng.st
     versions = [p._version for p in problem.module.parameters()]
     stream = torch.get_rng_state()
     work(structure, pull(problem, ng.Sampled(ng.Euclidean(), samples=2)))
-    work(structure, ng.pullback(problem.model, problem.x, ng.Fisher(ng.Categorical(), samples=1)))
+    work(structure, ng.pullback(problem.model, problem.x, ng.Fisher(ng.Categorical(axis=-1), samples=1)))
     assert torch.equal(torch.get_rng_state(), stream)
     assert [p._version for p in problem.module.parameters()] == versions
     for p in problem.module.parameters():
@@ -103,7 +103,7 @@ def test_pullback_does_not_depend_on_the_grad_mode(guard: Any) -> None:
 
 def test_sampled_roots_are_drawn_once_and_reproduced_by_their_generator() -> None:
     problem = zoo.case("mlp_tanh").make()
-    metric = ng.Fisher(ng.Categorical(), samples=2)
+    metric = ng.Fisher(ng.Categorical(axis=-1), samples=2)
     first, second = pull(problem, metric), pull(problem, metric)
     assert torch.equal(first.root, second.root)
     other = ng.pullback(problem.model, problem.x, metric, generator=torch.Generator().manual_seed(1))

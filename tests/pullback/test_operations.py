@@ -484,8 +484,8 @@ def talkers() -> tuple[Talker, Talker]:
 )
 def test_outputs_that_are_flattened_are_those_of_their_examples(structure: Any) -> None:
     whole, flat = talkers()
-    metric = ng.Fisher(ng.Categorical())
-    expected = structure.estimate(ng.pullback(whole, IDS, metric))
+    metric = ng.Fisher(ng.Categorical())  # of the rows [n·t c]
+    expected = structure.estimate(ng.pullback(whole, IDS, ng.Fisher(ng.Categorical(axis=-1))))
     for examples in (None, "inputs"):
         pb = ng.pullback(flat, IDS, metric, examples=examples)
         assert pb.y.shape == (5, 2, 7)
@@ -506,7 +506,7 @@ def test_targets_are_flattened_as_outputs_are() -> None:
 def test_an_optimizer_takes_flattened_outputs(examples: Any) -> None:
     whole, flat = talkers()
     options: Any = {"strict": True, "lr": 0.1, "step": ng.SelfTuned(), "metric_every": 2}
-    first = ng.KFAC(whole, ng.Fisher(ng.Categorical()), **options)
+    first = ng.KFAC(whole, ng.Fisher(ng.Categorical(axis=-1)), **options)
     second = ng.KFAC(flat, ng.Fisher(ng.Categorical()), **options, examples=examples)
 
     def train(opt: Any, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from tests import zoo
 from tests.pullback.test_chunking import Largest
 from tests.pulled import close, normal
 
-FISHER = ng.Fisher(ng.Categorical())
+FISHER = ng.Fisher(ng.Categorical(axis=-1))
 
 
 @final

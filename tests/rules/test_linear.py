@@ -140,7 +140,7 @@ def test_a_network_of_prelus_is_covered_and_trains(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.PReLU(3), nn.Flatten(), nn.Linear(12, 8), nn.PReLU(), nn.Linear(8, 2))
     x, t = torch.randn(32, 1, 4, 4), torch.arange(32) % 2
-    opt = preset(model, ng.Fisher(ng.Categorical()), strict=True, metric_every=1, inverse_every=1)
+    opt = preset(model, ng.Fisher(ng.Categorical(axis=-1)), strict=True, metric_every=1, inverse_every=1)
     first = loss = F.cross_entropy(model(x), t)
     with caplog.at_level(logging.INFO, "natgrad"):
         for _ in range(10):

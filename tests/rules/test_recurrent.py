@@ -289,7 +289,7 @@ def _golden(kind: type[nn.Module]) -> tuple[nn.Module, Tensor, list[str]]:
 
 
 def _kfac(model: nn.Module, x: Tensor) -> KroneckerOperator:
-    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
+    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1)))
     return ng.Kronecker(strict=True).estimate(pb)
 
 
@@ -335,7 +335,7 @@ class Network(nn.Module):
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_kfac_covers_a_recurrence_whole_and_is_positive(kind: type[nn.RNNBase], sharing: Any) -> None:
     problem = Case("kfac", lambda: Problem(Network(kind), normal(5, 4, 2))).make()
-    pb = pull(problem, ng.Fisher(ng.Categorical()))
+    pb = pull(problem, ng.Fisher(ng.Categorical(axis=-1)))
     G = ng.Kronecker(sharing=sharing, strict=True).estimate(pb)
     assert covered(pb) == set(pb.model.params)
     assert G.fallback is None
@@ -347,7 +347,7 @@ def test_kfac_covers_a_recurrence_whole_and_is_positive(kind: type[nn.RNNBase], 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_kfac_is_exact_for_one_datum_and_one_step(kind: type[nn.RNNBase], sharing: Any) -> None:
     problem = Case("one", lambda: Problem(Network(kind), normal(1, 1, 2))).make()
-    pb = pull(problem, ng.Fisher(ng.Categorical()))
+    pb = pull(problem, ng.Fisher(ng.Categorical(axis=-1)))
     exact = oracle.dense(problem.jacobian(), oracle.categorical(problem.outputs()))
     exact = oracle.block_diagonal(exact, [layer.index.tolist() for layer in pb.layers])
     close(ng.Kronecker(sharing=sharing, strict=True).estimate(pb).dense(), exact)

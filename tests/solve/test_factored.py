@@ -51,7 +51,7 @@ def test_mlp_has_the_golden_steps(layer: int, solver: ng.Cholesky | ng.Factored,
     """Damping of the product, and of each factor with the π of Martens and Grosse (2015)."""
     case = golden("mlp.kfac.natgrad")
     model, x, y = golden_mlp()
-    operator = ng.Kronecker().estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical())))
+    operator = ng.Kronecker().estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1))))
     slope = ng.differential(model, nn.functional.cross_entropy(model(x), y))
     v = ng.sharp(operator, slope, solver, case["inputs"]["damping"])
     name = str(2 * (layer - 1))
@@ -66,7 +66,7 @@ def test_mlp_has_the_golden_undamped_step_and_balance() -> None:
     model, x, y = golden_mlp()
     for p in model[2].parameters():
         p.requires_grad_(False)
-    operator = ng.Kronecker().estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical())))
+    operator = ng.Kronecker().estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1))))
     slope = ng.differential(model, nn.functional.cross_entropy(model(x), y))
     for solver in (ng.Cholesky(), ng.Factored(), ng.Pinv()):
         v = ng.sharp(operator, slope, solver)
@@ -142,7 +142,7 @@ def test_layers_of_one_shape_are_solved_together_and_as_if_alone(name: str) -> N
 @pytest.mark.parametrize("solver", [ng.Cholesky(), ng.Factored()], ids=repr)
 def test_a_singular_factor_is_named(solver: ng.Cholesky | ng.Factored) -> None:
     problem = zoo.case("mlp_tanh").make()
-    pb = pull(problem, ng.Fisher(ng.Categorical()))
+    pb = pull(problem, ng.Fisher(ng.Categorical(axis=-1)))
     message = r"the factor S of 2.weight \+ 2.bias is singular at damping 0: rank 2 of 3.*Add damping"
     with pytest.raises(SingularMetricError, match=message):
         ng.sharp(ng.Kronecker().estimate(pb), covector(pb), solver)

@@ -295,7 +295,7 @@ def test_kfac_that_tunes_itself_estimates_and_inverts_more_often() -> None:
 def test_kfac_with_default_arguments_fits_a_classifier_in_a_few_steps() -> None:
     x, t = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)))
-    metric = ng.Fisher(ng.Categorical(), samples=1)
+    metric = ng.Fisher(ng.Categorical(axis=-1), samples=1)
     generator = torch.Generator().manual_seed(0)
     opt = ng.KFAC(model, metric, step=ng.SelfTuned(), generator=generator)
 
@@ -346,7 +346,7 @@ def test_quadratic_forms_are_those_of_the_dense_metric(name: str) -> None:
     vectors = [ng.Vector(oracle.unflatten(v, problem.parameters())) for v in flat]
     batch = Batch(Model.of(problem.module, output=problem.output), problem.x)
     V = torch.stack(flat)
-    close(quadratic_forms(batch, ng.Fisher(ng.Categorical()), vectors), V @ G @ V.T, 1e-9)
+    close(quadratic_forms(batch, ng.Fisher(ng.Categorical(axis=-1)), vectors), V @ G @ V.T, 1e-9)
 
 
 @pytest.mark.parametrize(("n", "m"), [(6, 6), (300, 256), (600, 300), (1000, 500)])

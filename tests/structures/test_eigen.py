@@ -305,7 +305,7 @@ def test_iterated_eigenvectors_tend_to_the_exact_ones() -> None:
     model = torch.nn.Linear(4, 3).double()
     structure = ng.EigenKronecker(eigenvectors="iterated")
     batches = [torch.randn(20, 4, dtype=torch.float64) for _ in range(2)]
-    metric = ng.Fisher(ng.Categorical())
+    metric = ng.Fisher(ng.Categorical(axis=-1))
     first = structure.estimate(ng.pullback(model, batches[0], metric))
     G = first.lerp(structure.estimate(ng.pullback(model, batches[1], metric), first), 0.5)
     trace = G.diagonal().sum()

@@ -38,7 +38,7 @@ def problem(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
 
 def natural(dtype: torch.dtype, structure: Structure, solver: Solver) -> ng.Vector:
     model, x, target = problem(dtype)
-    fisher = ng.Fisher(ng.Categorical())
+    fisher = ng.Fisher(ng.Categorical(axis=-1))
     return ng.natural_gradient(
         model, x, lambda y: F.cross_entropy(y, target), fisher, structure=structure, solver=solver, damping=0.1
     )
@@ -60,7 +60,7 @@ def test_natural_gradient_in_half_precision_is_that_in_double(
 @every_pair
 def test_flat_undoes_sharp_in_half_precision(structure: Structure, solver: Solver, dtype: torch.dtype) -> None:
     model, x, target = problem(dtype)
-    G = structure.estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical())))
+    G = structure.estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1))))
     ω = ng.differential(model, F.cross_entropy(model(x), target))
     v = ng.sharp(G, ω, solver, damping=0.1)
     back = G.flat(v)
@@ -75,7 +75,7 @@ def test_a_model_in_half_precision_is_trained(structure: Structure, solver: Solv
     """θ' = θ − lr·v to the rounding of θ, with the v of ``natural_gradient``."""
     model, x, target = problem(dtype)
     before = {name: p.detach().double() for name, p in model.named_parameters()}
-    fisher = ng.Fisher(ng.Categorical())
+    fisher = ng.Fisher(ng.Categorical(axis=-1))
     opt = ng.NaturalGradient(model, fisher, structure=structure, solver=solver, lr=0.5, damping=0.1)
     F.cross_entropy(model(x), target).backward()
     opt.step()

@@ -36,8 +36,8 @@ def phi(y: Tensor) -> Tensor:
 
 METRICS: dict[str, ng.OutputMetric] = {
     "Euclidean": ng.Euclidean(),
-    "Fisher": ng.Fisher(ng.Categorical()),
-    "sampled": ng.Fisher(ng.Categorical(), samples=2),
+    "Fisher": ng.Fisher(ng.Categorical(axis=-1)),
+    "sampled": ng.Fisher(ng.Categorical(axis=-1), samples=2),
     "Empirical": ng.Empirical(loss),
     "Bregman": ng.Bregman(phi),
     "Divergence": ng.Divergence(rho),
@@ -201,7 +201,7 @@ def test_mlp_has_the_golden_factors_and_blocks() -> None:
     """Luk and Grosse (2018), (2.8), Johnson (2017), (37); blocks in column-stacking order are A ⊗ S."""
     case, exact_case = golden("mlp.kfac.factors"), golden("mlp.kfac.exact_blocks")
     model, x, _ = golden_mlp()
-    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
+    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1)))
     operator = ng.Kronecker().estimate(pb)
     for key, got in zip(("G1", "G2", "A0", "A1"), (*operator.left, *operator.right), strict=True):
         agrees(case, got[0], key)
@@ -237,7 +237,7 @@ def test_convolution_has_the_golden_factors_block_and_step(kind: str) -> None:
             p.copy_(tensor(given[key]).view_as(p))
     x = tensor(given["X"])
     agrees(case, model(x), "logits")
-    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
+    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1)))
     operator = ng.Kronecker().estimate(pb)
     agrees(case, operator.right[0][0], "A")
     agrees(case, operator.left[0][0] / expected["T"], "G")

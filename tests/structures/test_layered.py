@@ -312,7 +312,7 @@ def test_averages_of_different_layers_are_refused_by_name(kind: Any) -> None:
 @kinds
 def test_singular_metrics_are_refused_by_the_name_of_the_layer(kind: Any) -> None:
     problem = zoo.case("mlp_tanh").make()
-    operator = kind().estimate(pull(problem, ng.Fisher(ng.Categorical())))
+    operator = kind().estimate(pull(problem, ng.Fisher(ng.Categorical(axis=-1))))
     with pytest.raises(SingularMetricError, match=r"2.weight \+ 2.bias"):
         operator.inverse(0.0)
     with pytest.raises(SingularMetricError, match=r"the block 2.weight \+ 2.bias of the metric is singular"):

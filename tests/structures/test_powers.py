@@ -132,7 +132,7 @@ def test_pseudo_inverses_have_powers(structure: str) -> None:
 def test_a_power_of_a_kronecker_product_is_the_product_of_the_powers() -> None:
     """(S ⊗ A)^p = S^p ⊗ A^p, and with factored damping each factor has its own."""
     model = nn.Linear(3, 2).double()
-    pb = ng.pullback(model, normal(20, 3), ng.Fisher(ng.Categorical()))
+    pb = ng.pullback(model, normal(20, 3), ng.Fisher(ng.Categorical(axis=-1)))
     G = ng.Kronecker(power=0.3).estimate(pb)
     S, A = G.left[0][0], G.right[0][0]
     order = G.blocks[0].index

@@ -37,7 +37,7 @@ def dense(found: list[kronecker_oracle.Layer], size: int) -> Tensor:
 
 def test_k1_kfac_of_fully_connected_layers_has_the_golden_factors() -> None:
     model, x, _ = golden_mlp()
-    G = ng.Kronecker(strict=True).estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical())))
+    G = ng.Kronecker(strict=True).estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1))))
     case = golden("mlp.kfac.factors")
     for key, got in zip(("G1", "G2", "A0", "A1"), (*G.left, *G.right), strict=True):
         agrees(case, got[0], key)
@@ -148,12 +148,12 @@ def phi(y: Tensor) -> Tensor:
 
 METRICS: dict[str, tuple[ng.OutputMetric, Callable[[Tensor], Tensor]]] = {
     "Euclidean": (ng.Euclidean(), oracle.euclidean),
-    "categorical": (ng.Fisher(ng.Categorical()), oracle.categorical),
+    "categorical": (ng.Fisher(ng.Categorical(axis=-1)), oracle.categorical),
     "Poisson": (ng.Fisher(ng.Poisson()), oracle.poisson),
     "Bregman": (ng.Bregman(phi), lambda y: oracle.hessian(phi, y)),
     "divergence": (ng.Divergence(rho), lambda y: oracle.divergence_hessian(rho, y)),
     "sampled": (ng.Sampled(ng.Divergence(rho), samples=20_000), lambda y: oracle.divergence_hessian(rho, y)),
-    "sampled Fisher": (ng.Fisher(ng.Categorical(), samples=20_000), oracle.categorical),
+    "sampled Fisher": (ng.Fisher(ng.Categorical(axis=-1), samples=20_000), oracle.categorical),
 }
 
 

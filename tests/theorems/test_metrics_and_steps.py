@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import SingularMetricError
+from natgrad.structures import Structure
 from tests import oracle
 from tests.golden import agrees, golden, golden_mlp, tensor
 from tests.optim.tasks import Scalar, task
@@ -143,13 +144,14 @@ def test_m8_a_degenerate_metric_is_reported_with_rank_and_null_directions_and_no
         ng.natural_gradient(model, x, lambda y: F.cross_entropy(y, target), FISHER)
 
 
-def test_o1_the_natural_gradient_is_the_solution_of_least_norm_for_a_given_norm() -> None:
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel()], ids=repr)
+def test_o1_the_natural_gradient_is_the_solution_of_least_norm_for_a_given_norm(structure: Structure) -> None:
     model, x, target = golden_mlp()
     G = tensor(golden("mlp.fisher")["expected"]["F"])
     ω = ng.differential(model, F.cross_entropy(model(x), target))
     A = normal(21, 21)
     W = A @ A.T / 21 + torch.eye(21, dtype=torch.float64)
-    metric = ng.Dense().estimate(ng.pullback(model, x, FISHER))
+    metric = structure.estimate(ng.pullback(model, x, FISHER))
     plain = ng.sharp(metric, ω, ng.Pinv(rtol=1e-10)).flatten()
     weighted = ng.sharp(metric, ω, ng.Pinv(rtol=1e-10, weight=W)).flatten()
     close(plain, oracle.pinv(G, ω.flatten()), 1e-7)

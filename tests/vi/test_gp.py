@@ -122,6 +122,22 @@ def test_the_slope_in_a_variance_of_nearly_zero_is_half_the_second_derivative(va
     torch.testing.assert_close(found, 0.5 * second, rtol=1e-7, atol=0)
 
 
+def test_a_bound_with_too_few_nodes_is_told_and_one_with_enough_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.linspace(0, 1, 40).unsqueeze(1)
+    y = (6 * x[:, 0]).sin() + 0.1 * torch.randn(40, generator=torch.Generator().manual_seed(0))
+    for nodes, told in ((4, True), (200, False)):
+        caplog.clear()
+        likelihood = ng.vi.StudentNoise(3.0, 0.02, nodes=nodes)
+        gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.3), likelihood, inducing=x[::10].clone())
+        ng.vi.ascend(gp, x, y)
+        assert ("the quadrature of StudentNoise changes the bound by" in caplog.text) is told
+        μ, v = (t.detach() for t in gp.predict(x))
+        finer = ng.vi.StudentNoise(3.0, 0.02, nodes=2 * nodes).expected(y, μ, v).sum()
+        expected = abs(float(finer - likelihood.expected(y, μ, v).sum()))
+        assert likelihood.gap(y, μ, v) == pytest.approx(expected, rel=1e-9)
+    assert ng.vi.GaussianNoise().gap(y, μ, v) == 0.0
+
+
 def test_a_step_with_narrow_noise_and_few_nodes_raises_the_bound() -> None:
     """With ½Σ w ℓ″ for the slope in the variance it fell by 160 nats."""
     x = torch.linspace(0, 1, 40).unsqueeze(1)

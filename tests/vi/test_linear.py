@@ -66,3 +66,11 @@ def test_bad_input_is_refused() -> None:
         ng.vi.BayesianLinear(ng.vi.GaussianNoise(), 1, prior_precision=0.0)
     with pytest.raises(ValueError, match=r"inputs must be \[n 2\], one column per weight"):
         ng.vi.BayesianLinear(ng.vi.GaussianNoise(), 2).step(torch.zeros(3, 1), torch.zeros(3))
+    for wrong in (True, torch.ones(2)):
+        with pytest.raises(TypeError, match="prior_precision must be one number"):
+            ng.vi.BayesianLinear(ng.vi.BernoulliLogit(), 2, prior_precision=wrong)  # type: ignore[arg-type]
+    learned = torch.ones((), requires_grad=True)
+    with pytest.raises(TypeError, match="prior_precision requires a gradient, and only its value is used here"):
+        ng.vi.BayesianLinear(ng.vi.BernoulliLogit(), 2, prior_precision=learned)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Prior\(precision=…\) requires a gradient"):
+        ng.vi.Prior(precision=learned, examples=3)  # type: ignore[arg-type]
