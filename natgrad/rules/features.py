@@ -268,8 +268,10 @@ class DenseFeatures(Features):
 
     def only(self, counted: Tensor) -> Features:
         valid = counted.unsqueeze(-1).to(self.x.dtype)
-        valid = valid.expand(self.x.shape[-4:-1]) if self.valid is None else self.valid * valid
-        return DenseFeatures(self.x * valid.unsqueeze(-1), valid)
+        if self.valid is not None:
+            return DenseFeatures(self.x * valid.unsqueeze(-1), self.valid * valid)
+        one = self.x[..., :1, :] if self.x.stride(-2) == 0 else self.x  # one input for all c
+        return DenseFeatures((one * valid.unsqueeze(-1)).expand_as(self.x), valid.expand(self.x.shape[-4:-1]))
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return DenseFeatures(combine(self.x, -4), self.valid)
