@@ -435,15 +435,18 @@ def _symmetrised(square: Tensor) -> Tensor:
 # Which rows have anything in them.
 
 
-def reached(x: Tensor) -> Tensor | None:
-    """Where the cotangents x [k n r d] of a position are not all zero, [n r]; None where a look shows that all are not.
+def nonzero_rows(x: Tensor) -> Tensor | None:
+    """Where x [k n r d] is not all zero in k and d, [n r]; None where a look shows that it is so nowhere.
 
-    A GPU is not looked at. On a processor one number of every position is, which is enough for most layers.
+    A GPU is not looked at. On a processor one number of every row is, which is enough for the cotangents of most
+    layers.
 
-    >>> reached(torch.tensor([[[[0.0, 2.0], [0.0, 0.0]]]]))
+    >>> nonzero_rows(torch.tensor([[[[0.0, 2.0], [0.0, 0.0]]]]))
     tensor([[ True, False]])
     """
-    if x.numel() and can_read(x) and bool(x[0, ..., 0].all()):
+    if not can_read(x):
+        return (x != 0).any(-1).any(0)
+    if x.numel() and bool(x[0, ..., 0].all()):
         return None
     there = ((x.amax(-1) != 0) | (x.amin(-1) != 0)).any(0)
-    return None if can_read(x) and bool(there.all()) else there
+    return None if bool(there.all()) else there

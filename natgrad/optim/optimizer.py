@@ -64,7 +64,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     Drop-in: the training loop stays as it is. When the metric is due (in every step, or as
     ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
-    model under ``torch.no_grad()`` to evaluate it. Metrics of the loss need ``opt.refresh(x, target)`` before the step.
+    model under ``torch.no_grad()`` to evaluate it. ``metric`` is a metric, or the loss that is trained (``metric_of``).
+    Other metrics of the targets (``Empirical(loss)``) need ``opt.refresh(x, target)`` before the step.
     With ``Empirical()`` it is estimated in your own backward pass. ``BatchGradient()`` has no hook: G is the average of
     ∇L ∇Lᵀ over the steps, from the gradients that ``opt.step()`` finds.
 

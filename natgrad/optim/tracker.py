@@ -58,8 +58,9 @@ NO_COTANGENT = (
     "pass is opaque call opt.refresh(x, target)"
 )
 _ALL_TERMS = (
-    "the cotangent of the loss cannot be seen at the outputs (a compiled model, several heads, or an output= that "
-    "makes a new tensor): all count, also those with ignored labels. If there are such, call opt.refresh(x, target)"
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, an output= that makes a new tensor, "
+    "opt.refresh(x) without targets): all terms count, also ignored labels. If there are such, call "
+    "opt.refresh(x, target)"
 )
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
@@ -467,6 +468,8 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         check_inputs(self.model, x)
         self.metric.check_target(target)
+        if target is None and self.metric.awaits:
+            self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
         if not self.structure.one_pass:
             self.model.check_separable()
         with self.checked():

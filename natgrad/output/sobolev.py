@@ -61,7 +61,9 @@ class Sobolev(CouplingMetric):
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, OutputMetric):
-            raise TypeError(f"Sobolev(base={self.base!r}): the base is a metric on the outputs, such as Euclidean()")
+            raise TypeError(
+                f"Sobolev(base={self.base!r}): the base is a metric on the outputs, as Euclidean() or metric_of(loss)"
+            )
         if isinstance(self.base, Sobolev):
             raise ValueError("Sobolev(base=Sobolev(…)) would couple the examples twice: give the metric inside")
         _ = self._kernel  # checks ν and ℓ

@@ -56,7 +56,7 @@ class Weights:
     @staticmethod
     def of(c: Tensor, dtype: torch.dtype, memo: dict[Hashable, Any]) -> Weights:
         """In memory that stays, that of the tape, so that captured kernels find them there."""
-        return Weights(_at_fixed_address(memo, "weights", c), dtype)
+        return Weights(at_fixed_address(memo, "weights", c), dtype)
 
     @property
     def address_key(self) -> Hashable:
@@ -87,7 +87,7 @@ class Mixing:
     @staticmethod
     def of(C: Tensor, L: Tensor, dtype: torch.dtype, memo: dict[Hashable, Any]) -> Mixing:
         """In memory that stays, so that captured kernels find it there."""
-        return Mixing(_at_fixed_address(memo, "C", C), _at_fixed_address(memo, "L", L), dtype, memo)
+        return Mixing(at_fixed_address(memo, "C", C), at_fixed_address(memo, "L", L), dtype, memo)
 
     @property
     def address_key(self) -> Hashable:
@@ -181,7 +181,7 @@ def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     return plain, coupled.clamp_(min=0)  # a sum of squares; below zero it is rounding
 
 
-def _at_fixed_address(memo: dict[Hashable, Any], key: str, t: Tensor) -> Tensor:
+def at_fixed_address(memo: dict[Hashable, Any], key: Hashable, t: Tensor) -> Tensor:
     """t or, on a GPU, a copy of it in memory that stays the same from one pass to the next."""
     if not is_asynchronous(t.device):
         return t

@@ -6,11 +6,12 @@ parameters, and an estimate that is held beside its average would be as large ag
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, cast, final
 
@@ -19,12 +20,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.modules import buffers_in
-from natgrad.accelerate.moments import rows
+from natgrad.accelerate.moments import nonzero_rows, rows
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.model import tensors_of
-from natgrad.pullback.coupling import Mixing, Weights
+from natgrad.pullback.coupling import Mixing, Weights, at_fixed_address
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.operation_layers import is_operation
@@ -66,7 +67,9 @@ def second_moments(
     def add(side: dict[int, Moment], b: int, moment: Moment) -> None:
         side[b] = side[b] + moment if b in side else moment
 
-    for tape, chunks in passes(pb) if kinds else ():
+    pieces = zip(pb.split_ranges(), passes(pb), strict=True) if kinds else ()
+    for examples, (tape, chunks) in pieces:
+        weights = counted_examples(pb, pb.roots.at(examples)) if pb.batch.target is not None else None
         there: dict[int, Tensor | None] = {}  # of each layer, the positions to which a cotangent comes
         for g in chunks:
             for b, kind in enumerate(kinds):
@@ -82,14 +85,26 @@ def second_moments(
                 add(left, b, s)
             if watch is not None:
                 watch(tape, g)
+        there = shared_positions(tape, kinds, there)
         for b, kind in enumerate(kinds):
             if b not in fitted:
                 x, where = tape.inputs(kind), there[b]
-                add(right, b, sharing.input_moment(sharing.inputs(x if where is None else x.only(where)), kind))
+                add(right, b, sharing.counted_moment(x if where is None else x.only(where), kind, weights))
     dtype = pb.y.dtype
     means = [right[b].total if b in fitted else right[b].mean() for b in range(len(kinds))]
     pairs = iter([(left[b].total.to(dtype), a.to(dtype)) for b, a in enumerate(means)])
     return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
+
+
+def counted_examples(pb: Pullback, s: Tensor) -> Tensor | None:
+    """1 for every example with a term that counts, else 0 [n], from the root s [k n *out]; None where all have one.
+
+    Only targets can leave out all terms of an example: ignored labels, a mask.
+    """
+    if pb.batch.target is None:
+        return None
+    there = nonzero_rows(s.flatten(2).unsqueeze(2) if s.ndim > 2 else s[:, :, None, None])
+    return None if there is None else there[:, 0].to(pb.y.dtype)
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -203,13 +218,24 @@ def stream(
         sink.flush()
         return
     tape = pb.tape(pb.ranges[0])
+    s, weights = pb.root, None
+    if pb.coupling is None and (weights := counted_examples(pb, s)) is not None:
+        weights = at_fixed_address(tape.memo, "examples that count", weights)
     layers = LayerFactors(
-        tuple(blocks), sharing, pb.y.dtype, pb.n, several_positions(tape, blocks), coupled_by(pb, tape), nearest
+        tuple(blocks),
+        sharing,
+        pb.y.dtype,
+        pb.n,
+        several_positions(tape, blocks),
+        weights,
+        coupled_by(pb, tape),
+        nearest,
     )
     graphs = None if sink.address_key is None else pb.graph_cache
     kernels = CapturedKernels(graphs, layers, tape, sink)
     kernels.inputs(range(len(blocks)))
-    stream_cotangents(tape, blocks, pb.root, kernels.outputs)
+    stream_cotangents(tape, blocks, s, kernels.outputs)
+    kernels.inputs_after()
     sink.flush()
 
 
@@ -259,6 +285,33 @@ def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
     return frozenset(several)
 
 
+def shared_positions(
+    tape: Tape, layers: Sequence[Block], there: Mapping[int, Tensor | None]
+) -> dict[int, Tensor | None]:
+    """Where positions count, [n r], by the numbers of layers; those that read one tensor count the same positions.
+
+    A cotangent must have reached one of them: the query of a token that sees one key has none, up to rounding.
+    """
+    readers: dict[Hashable, list[int]] = {}
+    for b in there:
+        readers.setdefault(_read_by(tape, layers[b], b), []).append(b)
+    shared: dict[int, Tensor | None] = {}
+    for numbers in readers.values():
+        masks = [mask for b in numbers if (mask := there[b]) is not None]
+        every = len(masks) < len(numbers)
+        shared.update(dict.fromkeys(numbers, None if every else functools.reduce(torch.logical_or, masks)))
+    return shared
+
+
+def _read_by(tape: Tape, layer: Block, b: int) -> Hashable:
+    """The tensor that a layer reads; its number where it has several uses, or hides what it reads."""
+    uses = tape.of(layer)
+    if len(uses) != 1 or isinstance(layer.rule, Replayed) or is_operation(layer):
+        return b
+    x = uses[0].call.x
+    return x.data_ptr(), x.shape, x.stride(), tape.positions(layer) // layer.shape[0]
+
+
 @final
 @dataclass(frozen=True)
 class LayerFactors:
@@ -266,7 +319,8 @@ class LayerFactors:
 
     Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
     are those of a loss that is a mean over the examples, 1/n of those of a root. ``inputs_only``: S is the identity.
-    ``several``: the numbers of the layers of which not all positions need count (``several_positions``).
+    ``several``: the numbers of the layers of which not all positions need count (``several_positions``). ``weights``:
+    1 for examples that count, else 0 [n]; None where all do.
     """
 
     blocks: tuple[Block, ...]
@@ -274,6 +328,7 @@ class LayerFactors:
     dtype: torch.dtype
     n: int
     several: frozenset[int]
+    weights: Tensor | None = None
     relation: Mixing | Weights | None = None
     nearest: NearestProduct | None = None
     of_mean: bool = False
@@ -285,12 +340,17 @@ class LayerFactors:
         That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale. Of
         several positions those count to which a cotangent comes.
         """
-        return not self.inputs_only and (b in self.several or self.together(b))
+        return self.after(b) or (not self.inputs_only and self._together(b))
 
-    def together(self, b: int) -> bool:
-        """Whether both factors are made together, because one scales or weighs the other."""
+    def after(self, b: int) -> bool:
+        """Whether A is made after the backward pass: not all positions need count."""
+        return b in self.several and not self.inputs_only and not self._together(b)
+
+    def _together(self, b: int) -> bool:
+        """Whether A is made with S, because one factor scales or weighs the other."""
         block = self.blocks[b]
-        return self.relation is not None or bool(block.facets) or self._fits(block)
+        stacked = b in self.several and block.rule is not None and block.rule.stacked
+        return self.relation is not None or bool(block.facets) or self._fits(block) or stacked
 
     def _fits(self, block: Block) -> bool:
         return self.nearest is not None and self.nearest.fits(block)
@@ -305,14 +365,17 @@ class LayerFactors:
         if self.inputs_only:
             sink.put(b, "S", Moment(torch.ones(kind.shape[:2], dtype=self.dtype, device=kind.device), 1))
 
-    def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
-        """S and, where it is late, A."""
+    def put_inputs_after(self, b: int, tape: Tape, sink: FactorSink, there: Tensor | None) -> None:
+        """A of the positions that count, [n r]; None for all."""
         block = self.blocks[b]
-        if not self.together(b):
-            h = g.of(tape, block)
-            if b in self.several:
-                sink.put(b, "A", self._input_moment(counted(tape.inputs(block), h, block), block))
-            sink.put(b, "S", self._over_examples(self._outputs(block, h)))
+        a = tape.inputs(block)
+        sink.put(b, "A", self._input_moment(a if there is None else a.only(there), block))
+
+    def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
+        """S and, where it is made with it, A."""
+        block = self.blocks[b]
+        if not self._together(b):
+            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
             return
         if self.nearest is not None and self.nearest.fits(block):
             share = self.n**-2.0 if self.of_mean else 1.0
@@ -334,16 +397,10 @@ class LayerFactors:
         """Of products of cotangents."""
         return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
 
-    def put_padded_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink, n: Scalar) -> None:
-        """S where only n examples are real and, where it is late, A: no cotangent comes to the other rows."""
-        block = self.blocks[b]
-        h = g.of(tape, block)
-        if self.late(b):
-            a, there = tape.inputs(block), h.reached()
-            sink.put(b, "A", self._input_moment(a if there is None else a.only(there), block))
-        moment = self._outputs(block, h)
-        over = Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
-        sink.put(b, "S", over)
+    def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
+        """S where only n examples are real."""
+        moment = self._outputs(self.blocks[b], g.of(tape, self.blocks[b]))
+        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -353,7 +410,7 @@ class LayerFactors:
         return self.relation.factors(a, h, kind, self.sharing)
 
     def _input_moment(self, a: Features, kind: Block) -> Moment:
-        return self.sharing.input_moment(self.sharing.inputs(a), kind).to(self.dtype)
+        return self.sharing.counted_moment(a, kind, self.weights).to(self.dtype)
 
     def _outputs(self, kind: Block, g: Features) -> Moment:
         return self.sharing.output_moment(self.sharing.outputs(g), kind).to(self.dtype)
@@ -377,6 +434,7 @@ class CapturedKernels:
     layers: LayerFactors
     tape: Tape
     sink: FactorSink
+    there: dict[int, Tensor | None] = field(default_factory=dict)  # by layer, which positions a cotangent has reached
 
     def inputs(self, numbers: Sequence[int]) -> None:
         """A of these layers, unless it is late."""
@@ -403,14 +461,16 @@ class CapturedKernels:
                 self.layers.put_inputs(b, self.tape, self.sink)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers and, where it is late, A."""
+        """S of these layers and, where it is made with it, A."""
+        blocks = self.layers.blocks
+        self.there.update({b: reached(g.of(self.tape, blocks[b]), blocks[b]) for b in numbers if self.layers.after(b)})
         captured = [b for b in numbers if b in self._capturable]
         at_uses, key = self._uses_and_key("S", captured)
         if self._unsettled(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
             rest = self._put_padded_outputs(captured, g, key)
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
-        late = self._uses_of([b for b in captured if self.layers.late(b)])
+        late = self._uses_of([b for b in captured if self.layers.late(b) and not self.layers.after(b)])
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(tensors)
@@ -428,55 +488,104 @@ class CapturedKernels:
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
 
+    def inputs_after(self) -> None:
+        """A of the layers of which not all positions need count, when all cotangents have come."""
+        there = shared_positions(self.tape, self.layers.blocks, self.there)
+        captured = [b for b in there if b in self._capturable]
+        at_uses, key = self._uses_and_key("A", captured)
+        if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
+            rest = self._put_padded_inputs(captured, key, there)
+            if rest != captured:
+                captured, (at_uses, key) = rest, self._uses_and_key("A", rest)
+        distinct = {id(mask): mask for b in captured if (mask := there[b]) is not None}
+        masks = [at_fixed_address(self.tape.memo, ("reached", at), mask) for at, mask in enumerate(distinct.values())]
+        mask_of = {b: None if (mask := there[b]) is None else list(distinct).index(id(mask)) for b in captured}
+        called = self._called(at_uses)
+
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            tape = self._tape_reading(at_uses, iter(tensors))
+            given, sink = tensors[len(called) :], self.sink.with_weight(scalars[0])
+            for b, at in mask_of.items():
+                self.layers.put_inputs_after(b, tape, sink, None if at is None else given[at])
+            sink.flush()
+
+        if captured and self.graphs is not None:
+            key = key, tuple(mask_of.values())
+            self.graphs.run(compute, [*called, *masks], [self.sink.weight], key, size=self.layers.n)
+        for b, mask in there.items():
+            if b not in self._capturable:
+                self.layers.put_inputs_after(b, self.tape, self.sink, mask)
+
     def _unsettled(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
         """Whether what some layers read, of which these are the first and the last, keeps coming at new addresses."""
         return self.graphs is not None and self.graphs.unsettled(tensors, key)
 
-    def _put_padded_inputs(self, numbers: Sequence[int], key: Hashable) -> list[int]:
-        """A of layers, from padded rows of all examples; the numbers of those whose inputs cannot be padded."""
+    def _put_padded_inputs(
+        self, numbers: Sequence[int], key: Hashable, there: Mapping[int, Tensor | None] | None = None
+    ) -> list[int]:
+        """A of layers, from padded rows of all examples; the numbers of those whose inputs cannot be padded.
+
+        ``there``: of layers of which not all positions count, those that do; they are rows, too.
+        """
         padded = self._padded_rows("A", numbers)
-        tensors = [rows(self.tape.uses[at].call.x, trailing) for at, trailing in padded.uses]
         counts = [max(1, self._positions(b)) for b in padded.numbers]
         distinct = list(dict.fromkeys(counts))
         scalar_of = tuple(1 + distinct.index(count) for count in counts)
-
-        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            tape = self._tape_reading([at for at, _ in padded.uses], iter(tensors))
-            sink = self.sink.with_weight(scalars[0])
-            for b, at in zip(padded.numbers, scalar_of, strict=True):
-                self.layers.put_inputs(b, tape, sink, scalars[at])
-            sink.flush()
-
-        if tensors and self.graphs is not None:
-            scalars = [self.sink.weight, *map(float, distinct)]
-            self.graphs.run_padded(compute, tensors, scalars, (key, padded.numbers, scalar_of))
-        return padded.others
-
-    def _put_padded_outputs(self, numbers: Sequence[int], g: Cotangents, key: Hashable) -> list[int]:
-        """S of layers, likewise; columns of the root are rows, too, unless A is late: then rows of a and g agree."""
-        padded = self._padded_rows("S", numbers)
-        late = set(self._uses_of([b for b in padded.numbers if self.layers.late(b)]))
-        pairs = {
-            at: _matching_rows(self.tape.uses[at].call.x, g.outer[at][0], trailing)
-            for at, trailing in padded.uses
-            if at in late
-        }
-        inputs = [x for x, _ in pairs.values()]
-        tensors = [pairs[at][1] if at in late else rows(g.outer[at][0], trailing) for at, trailing in padded.uses]
+        called, masks = list[Tensor](), list[Tensor]()
+        for at, trailing in padded.uses:
+            x = self.tape.uses[at].call.x
+            if there is None:
+                called.append(rows(x, trailing))
+                continue
+            x_rows, mask = _matching_rows(x, self._mask_of(at, padded.numbers, there), trailing)
+            called.append(x_rows)
+            masks.append(mask)
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(tensors)
-            tape = self._tape_reading(list(pairs), supply) if pairs else self.tape
+            tape = self._tape_reading([at for at, _ in padded.uses], supply)
+            sink, given = (
+                self.sink.with_weight(scalars[0]),
+                dict(zip((at for at, _ in padded.uses), supply, strict=False)),
+            )
+            for b, at in zip(padded.numbers, scalar_of, strict=True):
+                if there is None:
+                    self.layers.put_inputs(b, tape, sink, scalars[at])
+                else:
+                    of_uses = [given[use] for use in self.tape.use_ids(self.layers.blocks[b])]
+                    self.layers.put_inputs_after(b, tape, sink, torch.cat(of_uses, 1))
+            sink.flush()
+
+        if called and self.graphs is not None:
+            scalars = [self.sink.weight, *map(float, distinct)]
+            self.graphs.run_padded(compute, [*called, *masks], scalars, (key, padded.numbers, scalar_of))
+        return padded.others
+
+    def _mask_of(self, at: int, numbers: Sequence[int], there: Mapping[int, Tensor | None]) -> Tensor:
+        """Which positions of a use count, [n r], for the first of its layers."""
+        b = next(b for b in numbers if at in self.tape.use_ids(self.layers.blocks[b]))
+        block, mask, n = self.layers.blocks[b], there[b], self.layers.n
+        sizes = [use.shape.numel() // (n * block.shape[0] * block.shape[1]) for use in self.tape.of(block)]
+        number = self.tape.use_ids(block).index(at)
+        if mask is None:
+            return torch.ones(n, sizes[number], dtype=torch.bool, device=block.device)
+        return mask.split(sizes, dim=1)[number]
+
+    def _put_padded_outputs(self, numbers: Sequence[int], g: Cotangents, key: Hashable) -> list[int]:
+        """S of layers, likewise; the columns of the root are rows, too."""
+        padded = self._padded_rows("S", numbers)
+        tensors = [rows(g.outer[at][0], trailing) for at, trailing in padded.uses]
+
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             sink = self.sink.with_weight(scalars[0])
-            arrived = ((at, next(supply)) for at, _ in padded.uses)
-            mine = Cotangents({at: (t.movedim(1, 0) if at in late else t.unsqueeze(0),) for at, t in arrived}, {})
+            mine = Cotangents({at: (t.unsqueeze(0),) for (at, _), t in zip(padded.uses, tensors, strict=True)}, {})
             for b in padded.numbers:
-                self.layers.put_padded_outputs(b, tape, mine, sink, scalars[1])
+                sink.put(b, "S", self.layers.padded_outputs(b, self.tape, mine, scalars[1]))
             sink.flush()
 
         if tensors and self.graphs is not None:
             scalars = [self.sink.weight, float(max(1, self.layers.n))]
-            self.graphs.run_padded(compute, [*inputs, *tensors], scalars, (key, padded.numbers))
+            self.graphs.run_padded(compute, tensors, scalars, (key, padded.numbers))
         return padded.others
 
     def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
@@ -495,24 +604,23 @@ class CapturedKernels:
         return cast(PaddedRows, self.tape.memo[key])
 
     def _pads(self, b: int) -> bool:
-        """Whether zero rows may be appended to the cotangents of a layer and, where A is late, to its inputs."""
-        return self._has_rows(b) and (not self.layers.late(b) or self._pads_inputs(b))
+        """Whether zero rows may be appended to the cotangents of a layer."""
+        if (self.layers.late(b) and not self.layers.after(b)) or self.layers.blocks[b].facets:
+            return False
+        uses = self.tape.of(self.layers.blocks[b])
+        rowwise = all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
+        return rowwise and self.layers.sharing.how == "expand"
 
     def _pads_inputs(self, b: int) -> bool:
         """Whether zero rows may be appended to its inputs."""
         block = self.layers.blocks[b]
-        if not self._has_rows(b) or self.layers.sharing.only_diagonal(block)[0]:
+        if not self._pads(b) or self.layers.weights is not None or self.layers.sharing.only_diagonal(block)[0]:
             return False
         uses = self.tape.of(block)
         alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)
+        if self.layers.after(b) and not all(use.rule.leading(use.module, use.shape) for use in uses):
+            return False  # a row is an example, with all its positions
         return alone and all(use.rule.paddable(use.module, block.keys) for use in uses)
-
-    def _has_rows(self, b: int) -> bool:
-        """Whether the factors of a layer are sums over rows, each by itself."""
-        if self.layers.together(b) or self.layers.sharing.how != "expand":
-            return False
-        uses = self.tape.of(self.layers.blocks[b])
-        return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
 
     def _row_axes(self, use: Use) -> int:
         """How many leading axes of an input or output hold rows that are all treated alike; 0 where that is unknown."""
@@ -562,6 +670,7 @@ class CapturedKernels:
             self.layers.sharing,
             self.layers.of_mean,
             self.layers.inputs_only,
+            None if self.layers.weights is None else self.layers.weights.data_ptr(),
             None if self.layers.relation is None else self.layers.relation.address_key,
             None if self.layers.nearest is None else self.layers.nearest.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),
@@ -585,13 +694,12 @@ class PaddedRows:
     others: list[int]
 
 
-def _matching_rows(x: Tensor, g: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
-    """x [* *i] as [m *i] and g [k * *o] as [m k *o], in the order that x has in memory; *o are ``trailing`` axes."""
-    lead = g.ndim - 1 - trailing
+def _matching_rows(x: Tensor, mask: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
+    """x [* *i] as [m *i] and its mask [n r] as [m 1], both in the order that x has in memory."""
+    lead = x.ndim - trailing
     order = sorted(range(lead), key=x.stride, reverse=True)
-    x = x.permute(*order, *range(lead, x.ndim))
-    g = g.movedim(0, lead).permute(*order, *range(lead, g.ndim))
-    return x.reshape(-1, *x.shape[lead:]), g.reshape(-1, *g.shape[lead:])
+    mask = mask.reshape(x.shape[:lead]).permute(order).reshape(-1, 1)
+    return x.permute(*order, *range(lead, x.ndim)).reshape(-1, *x.shape[lead:]), mask
 
 
 def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:

@@ -197,7 +197,7 @@ class Pullback:
     """A model at a batch x with a metric on its outputs: everything a structure needs to estimate G.
 
     ``root`` [k n *out] satisfies Σ_k s_k s_kᵀ = h (exactly, or in expectation); all structures estimated from one
-    pullback see the same samples. G is the mean over the examples and never depends on how a loss is reduced.
+    pullback see the same samples. G is the mean over the examples; only metrics of a loss know how it is reduced.
 
     The forward pass has shown, by the first name of each layer: ``positions``, the number of positions r·c of an
     example that share the weight, and ``unused``, the layers that the pass did not use, with their rule; in ``layers``

@@ -46,6 +46,13 @@ class Sharing:
         """A of a layer before its division, from ``inputs``."""
         return shared.squares() if self.only_diagonal(block)[0] else shared.moment()
 
+    def counted_moment(self, a: Features, block: Block, weights: Tensor | None) -> Moment:
+        """A of a layer before its division, from its inputs; ``weights``: of the examples [n], 1 where they count."""
+        shared = self.inputs(a)
+        if weights is None:
+            return self.input_moment(shared, block)
+        return self.input_moment(shared.scaled(weights), block).over(shared.count(weights))
+
     def output_moment(self, shared: Features, block: Block) -> Moment:
         """S of a layer before its division, from ``outputs``."""
         return shared.squares() if self.only_diagonal(block)[1] else shared.moment()

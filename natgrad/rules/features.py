@@ -24,7 +24,7 @@ from torch import Tensor
 from natgrad.accelerate.moments import (
     accumulate_second_moment,
     entry_moments,
-    reached,
+    nonzero_rows,
     second_moment,
     single,
     symmetric_product,
@@ -138,7 +138,7 @@ class Features(ABC):
 
     def reached(self) -> Tensor | None:
         """Where cotangents of a position are not all zero, [n r]; None where that is known of all positions."""
-        return reached(self.dense().flatten(-2))
+        return nonzero_rows(self.dense().flatten(-2))
 
     def only(self, counted: Tensor) -> Features:
         """The same features, of which only the positions with ``counted`` [n r] count: the others are zero."""
@@ -388,7 +388,7 @@ class Rows(Features):
         return self.ones is not False
 
     def reached(self) -> Tensor | None:
-        return reached(self.x)
+        return nonzero_rows(self.x)
 
     def moment(self) -> Moment:
         return Moment(None, self.count(), self)
@@ -517,7 +517,7 @@ class Entries(Features):
         return self.ones is not False
 
     def reached(self) -> Tensor | None:
-        return reached(self.x)
+        return nonzero_rows(self.x)
 
     def weighed(self, weights: Tensor) -> Features:
         """Positions become examples, as in ``Rows``, where the weights [n r 1] are those of positions."""

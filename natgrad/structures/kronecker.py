@@ -328,6 +328,7 @@ class KroneckerInBackward(BackwardEstimate):
         self._split = split = structure.split(pullback, average)
         self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
         self._sink: FactorSink | None = None
+        self._there: dict[int, Tensor | None] = {}  # by layer, the positions that a cotangent has reached
         self._weight = 1.0
         tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
@@ -350,12 +351,15 @@ class KroneckerInBackward(BackwardEstimate):
     def _consume(self, numbers: Sequence[int], g: Cotangents) -> None:
         if self._sink is None:
             self._sink = self._begun()
-        graphs = None if self._sink.address_key is None else self._graphs
-        kernels = CapturedKernels(graphs, self._layers, self._tape, self._sink)
+        kernels = self._kernels(self._sink)
         with full_precision(self._tape.y.device):
             kernels.inputs(numbers)
             kernels.outputs(numbers, g)
             self._sink.flush()
+
+    def _kernels(self, sink: FactorSink) -> CapturedKernels:
+        graphs = None if sink.address_key is None else self._graphs
+        return CapturedKernels(graphs, self._layers, self._tape, sink, self._there)
 
     def _begun(self) -> FactorSink:
         """Where the factors go."""
@@ -369,6 +373,9 @@ class KroneckerInBackward(BackwardEstimate):
     @torch.no_grad()
     def finish(self, sample: GradientSample) -> KroneckerOperator:
         self._hooks.finish()
+        if self._sink is not None:
+            self._kernels(self._sink).inputs_after()
+            self._sink.flush()
         split, used = self._split, self._split.used
         absent = {name for b in self._hooks.absent for name in used[b].names}
         unseen = split.unseen | absent

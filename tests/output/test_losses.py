@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -437,6 +438,36 @@ def test_every_preset_trains_with_a_loss(preset: Any, loss: nn.Module) -> None:
         opt.step()
         values.append(float(value.detach()))
     assert values[-1] < 0.8 * values[0]
+
+
+def test_what_cannot_be_seen_is_said_and_a_refresh_with_targets_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled model shows no cotangent: all terms count, unless the targets are given."""
+    net, t = Talker(), labels(3, classes=4, ignored=-100)
+    compiled, metric = torch.compile(net, backend="eager"), ng.metric_of(nn.CrossEntropyLoss(), axis=-1)
+    with caplog.at_level(logging.INFO, "natgrad"):
+        opt = ng.NaturalGradient(compiled, metric, lr=0.0)  # type: ignore[arg-type]
+        flat_loss(compiled(IDS), t).backward()
+        opt.step()
+    assert "cannot be seen at the outputs (a compiled model" in caplog.text
+    G = opt.tracker.average
+    assert G is not None
+    torch.testing.assert_close(G.dense(), gauss_newton(net, IDS, lambda y: flat_loss(y, 0 * t)))
+    opt.refresh(IDS, t)
+    opt.step()
+    G = opt.tracker.average
+    assert G is not None
+    torch.testing.assert_close(G.dense(), gauss_newton(net, IDS, lambda y: flat_loss(y, t)))
+
+
+def test_a_pass_that_waits_is_held_until_the_step_only() -> None:
+    net, x, t = model(3), inputs(), labels()
+    opt = ng.NaturalGradient(net, nn.CrossEntropyLoss())
+    unused, y = net(x), net(x)
+    dead = [weakref.ref(unused), weakref.ref(y)]
+    F.cross_entropy(y, t).backward()
+    opt.step()
+    del unused, y
+    assert [each() for each in dead] == [None, None]
 
 
 # Elsewhere a loss stands for its metric, too.
