@@ -364,7 +364,11 @@ def _head(model: nn.Module, task: Task) -> list[dict[str, Any]]:
 
 
 def _natural(
-    power: float = 0.5, momentum: float = 0.95, fit: Literal["mean", "kl"] = "kl", polar: bool = False
+    power: float = 0.5,
+    momentum: float = 0.95,
+    fit: Literal["mean", "kl"] = "kl",
+    polar: bool = False,
+    inverse_every: int = 10,
 ) -> Make:
     """``ng.Natural`` with the second moment of the gradients."""
 
@@ -377,6 +381,7 @@ def _natural(
             momentum=momentum,
             fit=fit,
             polar=polar,
+            inverse_every=inverse_every,
             groups=_head(model, task),
         )
 
@@ -430,6 +435,9 @@ CONTENDERS: dict[str, Contender] = {
     "natural-90": Contender(_natural(momentum=0.9), 4e-3),
     "natural-mean": Contender(_natural(fit="mean"), 4e-3),
     "natural-polar": Contender(_natural(polar=True), 4e-3),
+    "natural-polar-quarter": Contender(_natural(power=0.25, polar=True), 4e-3),
+    "natural-every-25": Contender(_natural(inverse_every=25), 4e-3),
+    "natural-polar-quarter-every-25": Contender(_natural(power=0.25, polar=True, inverse_every=25), 4e-3),
     "natural-fisher": Contender(_natural_fisher(0.75, 0.9), 4e-3),
     "natural-own": Contender(_natural_own, 4e-3),
     "ng-muon": Contender(_ng_muon, 4e-3),
