@@ -92,7 +92,8 @@ class Kronecker(Layered):
     """G ≈ S ⊗ A on every layer, A = E[a aᵀ], S = E[g gᵀ] (Martens and Grosse 2015; Luk and Grosse 2018, (2.8)).
 
     ``sharing``: what becomes of positions that share a weight (pixels, tokens, time steps): "expand" takes them for
-    independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). ``fallback`` is the structure of the
+    independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). A position without a cotangent (a
+    padded token, an ignored label) does not count, unless it is a pixel. ``fallback`` is the structure of the
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
     rows (a vocabulary), that of the bias not counted, only the diagonal is kept. With ``bias="separate"`` a bias is a
     layer of its own, apart from its weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is
