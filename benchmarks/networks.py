@@ -36,7 +36,7 @@ class Problem:
     x: Tensor
     t: Tensor
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
-    family: ng.families.Family = field(default_factory=ng.Categorical)
+    family: ng.families.Family = field(default_factory=lambda: ng.Categorical(axis=-1))
 
     @property
     def size(self) -> int:

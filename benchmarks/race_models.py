@@ -386,12 +386,17 @@ def mean_square(y: Tensor, t: Tensor) -> Tensor:
     return (y - t).square().mean()
 
 
+def tokens() -> ng.Categorical:
+    """The family of logits [n t c]."""
+    return ng.Categorical(axis=-1)
+
+
 def tasks(*, tiny: bool = False) -> dict[str, Task]:
     """The seven tasks by name; ``tiny``: the same networks and data at a size for a CPU, a few steps long."""
     large: list[Task] = [
-        Task("decoder", "text", lambda: Decoder(6, 384, 6, 256), texts(32, 256), ng.Categorical),
-        Task("decoder-large", "text", lambda: Decoder(12, 768, 12, 256), texts(32, 256), ng.Categorical),
-        Task("lstm", "text", lambda: ByteLSTM(2, 512), texts(64, 128), ng.Categorical, steps=800, screen=200),
+        Task("decoder", "text", lambda: Decoder(6, 384, 6, 256), texts(32, 256), tokens),
+        Task("decoder-large", "text", lambda: Decoder(12, 768, 12, 256), texts(32, 256), tokens),
+        Task("lstm", "text", lambda: ByteLSTM(2, 512), texts(64, 128), tokens, steps=800, screen=200),
         Task(
             "vit",
             "image",

@@ -159,7 +159,7 @@ def spectral_density(
             "steps=, or raise memory="
         )
     product = G.product if columns is None else lambda t: G.push_root(G.pull_root(t))
-    device = _device(G)
+    device = G.device
     generator = generator or fresh_generator(device)
     rules, exhausted = [], True
     for _ in range(probes):
@@ -235,11 +235,3 @@ def _root_columns(G: Operator, memory: int) -> int | None:
     if pb is None or columns is None or columns >= G.layout.size:
         return None
     return columns if columns * pb.y[0].numel() * pb.y.element_size() <= memory // 8 else None
-
-
-def _device(G: Operator) -> torch.device:
-    pb = G.pullback
-    if pb is not None:
-        return pb.y.device
-    tensors = [*G.tensors().values(), *getattr(G, "leaves", ())]
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import LossMismatchError
+from natgrad.model import tensors_of
 from natgrad.output.heads import Heads
 from natgrad.output.losses import HessianLoss, TermLoss, described
 from natgrad.output.metric import CouplingMetric, OutputMetric, Sampled
@@ -112,11 +113,17 @@ class LossCheck:
         """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
         if self._watched or not self._has_loss or tuple(t.ndim for t in tensors) in self.checked:
             return
-        self._watched = list(_by_head(self.metric, tensors))
+        self._watched, loss = list(_by_head(self.metric, tensors)), loss_in(raw)
         for each, y in zip(self._watched, tensors, strict=True):
             if not y.requires_grad:
                 continue
-            self._handles.append(y.register_hook(_weakly(each, Watched.arrive)))
+            handle = on_cotangent(y, loss, _weakly(each, Watched.arrive))
+            if handle is None:
+                self.forget()
+                self.checked.add(tuple(t.ndim for t in tensors))
+                self._note("the loss cannot be compared with the one given: the model makes it from other tensors")
+                return
+            self._handles.append(handle)
             if each.loss is not None and isinstance(each.loss.loss, nn.Module):
                 call = _weakly(each, Watched.call)
                 hook = each.loss.loss.register_forward_pre_hook(
@@ -241,6 +248,30 @@ def _metrics(metric: OutputMetric) -> dict[Any, OutputMetric]:
     """That of every head, by its key; None for the only output."""
     whole = _base(metric)
     return {key: _base(each) for key, each in whole.metrics.items()} if isinstance(whole, Heads) else {None: whole}
+
+
+def loss_in(raw: Any) -> Tensor | None:
+    """The loss that the model has computed itself, among what it returned."""
+    return next((t for t in tensors_of(raw) if t.ndim == 0 and t.grad_fn is not None), None)
+
+
+def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None]) -> RemovableHandle | None:
+    """Call the hook when a backward pass comes to the output y, with its cotangent; None where it will not be seen.
+
+    A model that computes its ``loss`` itself may return a copy of y in another precision, as ``accelerate`` makes it
+    do: there the cotangent comes to what y is a copy of.
+    """
+    if loss is None:
+        return y.register_hook(hook)
+    graph, node, number = set(nodes([loss.grad_fn])), y.grad_fn, y.output_nr
+    while node is not None and node not in graph and node.name() == "ToCopyBackward0":
+        node, number = node.next_functions[0]
+    if node is None or node not in graph:
+        return None
+    if node is y.grad_fn:
+        return y.register_hook(hook)
+    handle: RemovableHandle = node.register_prehook(lambda cotangents: hook(cotangents[number]))
+    return handle
 
 
 def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:

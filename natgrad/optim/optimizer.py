@@ -94,8 +94,9 @@ class NaturalGradient(torch.optim.Optimizer):
     the structure may occupy.
 
     Parameters that the loss reaches, but not through the outputs (another head, beside ``output``), have no metric:
-    AdamW steps them with ``fallback="adamw"``, else they do not move. They are named in a warning; ``strict=True``
-    makes it an error.
+    AdamW steps them with ``fallback="adamw"``, else they do not move. They are named in a warning. If the metric is
+    given as a loss, the first step compares the gradient that comes to the outputs with that of this loss, and another
+    loss is named, too. ``strict=True`` makes these warnings errors.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))

@@ -74,8 +74,8 @@ def KFAC(
 
     ``sharing``, ``fallback``, ``strict`` and ``largest`` (rows of a factor that is more than a diagonal) are those of
     ``Kronecker``; parameters that no layer rule covers have the structure ``fallback``. With ``fallback="adamw"``,
-    which is that of ``NaturalGradient``, embeddings, gains and biases are stepped by AdamW. The other arguments are
-    those of ``NaturalGradient``.
+    which is that of ``NaturalGradient``, embeddings, gains and biases are stepped by AdamW. ``strict`` is also that of
+    ``NaturalGradient``, as the other arguments are: another loss than the one given is an error in the first step.
 
     ``metric``: a metric, or the loss that is trained, which stands for ``metric_of(loss, samples=1)`` and counts terms
     as the loss does. Of a metric, G is a mean over the examples: for a loss that is a mean over tokens give
@@ -308,8 +308,8 @@ def Natural(
     ``ng.Empirical()`` those of the loss's own cotangents. ``fit="mean"`` averages each side by itself, as K-FAC and
     Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in the spectral norm of G^p (``Polar``).
     The metric is estimated every ``metric_every`` steps. Its roots are computed every ``inverse_every`` steps, or with
-    "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. The other arguments
-    are those of ``KFAC``.
+    "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. ``strict`` is that
+    of ``NaturalGradient``, and the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

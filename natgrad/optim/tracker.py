@@ -25,7 +25,7 @@ from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, tensors_of
 from natgrad.optim.distributed import World, refuse_strangers
-from natgrad.optim.loss_check import LossCheck
+from natgrad.optim.loss_check import LossCheck, loss_in, on_cotangent
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -622,13 +622,9 @@ class MetricTracker:
             return False, None
         outputs, everything = self.model.returned(raw), tensors_of(raw)
         visible = of_user and all(y.requires_grad and any(t is y for t in everything) for y in outputs)
-        own_loss = any(t.ndim == 0 and t.requires_grad for t in everything)  # made of the heads before they are joined
-        several = self.model.heads is not None
-        if not visible or (several and (own_loss or self.model.output is not None)):
-            if self.metric.needs_target:
-                return True, None  # never estimated: ``step`` will say what is missing
-            self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
-            return False, None
+        loss, several = loss_in(raw), self.model.heads is not None
+        if several:  # a loss of the model's own is made of the heads before they are joined
+            visible = visible and loss is None and self.model.output is None
         itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph: the hook holds neither
         number = next(self._numbers)
 
@@ -637,11 +633,16 @@ class MetricTracker:
             if tracker is not None:
                 tracker.cotangents_arrived(number, cotangents)
 
+        handle = None if several or not visible else on_cotangent(outputs[0], loss, lambda c: arrived([c]))
+        if not visible or (handle is None and not several):
+            if self.metric.needs_target:
+                return True, None  # never estimated: ``step`` will say what is missing
+            self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
+            return False, None
         if several:
             joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
             self._waiting.append(Waiting(number, batch, tape, joined, heads=tuple(outputs)))
             return True, self.model.with_heads(raw, joined)
-        handle = outputs[0].register_hook(lambda cotangent: arrived([cotangent]))
         self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle))
         return True, None
 

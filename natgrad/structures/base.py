@@ -306,6 +306,11 @@ class Operator(ABC):
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 
+    @property
+    def device(self) -> torch.device:
+        """Where its products are computed."""
+        return next((t.device for t in self.tensors().values()), torch.device("cpu"))
+
     # Linear algebra.
 
     @abstractmethod

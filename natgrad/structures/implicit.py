@@ -85,6 +85,10 @@ class ImplicitOperator(Operator):
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     @property
+    def device(self) -> torch.device:
+        return self.terms[0][1].y.device
+
+    @property
     def pullback(self) -> Pullback | None:
         return self.terms[0][1] if len(self.terms) == 1 else None
 
@@ -173,6 +177,10 @@ class HessianOperator(Operator):
             value = objective(leaves) + sum((0 * p.square()).sum() for p in leaves.values())
             gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
         return HessianOperator(Layout.of(point), tuple(leaves.values()), tuple(gradients))
+
+    @property
+    def device(self) -> torch.device:
+        return self.leaves[0].device
 
     @property
     def differential(self) -> Covector:

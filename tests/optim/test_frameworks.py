@@ -287,8 +287,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_hugging_face_trainer(tr: Any, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
+def test_a_hugging_face_trainer(
+    tr: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate")
     model = bert(tr, "BertForSequenceClassification", num_labels=3)
     x = torch.randint(1, 13, (32, 6), generator=torch.Generator().manual_seed(0))
@@ -300,13 +302,13 @@ def test_a_hugging_face_trainer(tr: Any, accumulation: int, tmp_path: Path, monk
         args = tr.TrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=8,
-            gradient_accumulation_steps=accumulation,
             num_train_epochs=8,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
+            **options,
         )
         opt = ng.Natural(model, model, lr=5e-2, strict=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)

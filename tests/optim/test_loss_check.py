@@ -300,3 +300,37 @@ def test_a_compiled_pass_shows_nothing_and_the_log_says_so_once(caplog: pytest.L
     with caplog.at_level(logging.INFO, "natgrad"):
         run(compiled, x, F.mse_loss, lambda y: F.mse_loss(y, normal(N, C, seed=5)), strict=True)
     assert len([m for m in messages(caplog, logging.INFO) if "a compiled pass does not show its gradients" in m]) == 1
+
+
+class InHalf(nn.Module):
+    """Computes its own loss, and returns its logits in another precision, or others than those of the loss."""
+
+    def __init__(self, same: bool) -> None:
+        super().__init__()
+        self.layer, self.same = nn.Linear(3, C), same
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        shown = logits if self.same else self.layer(x)
+        return {"logits": shown.double(), "loss": F.cross_entropy(logits, labels)}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_model_that_returns_a_copy_of_what_its_loss_is_made_of(same: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def step(factor: float) -> None:
+        model = seeded(lambda: InHalf(same))
+        opt = ng.KFAC(model, F.cross_entropy, output=lambda out: out["logits"], strict=True)
+        labels = LABELS.masked_fill(LABELS == 1, -100)
+        for _ in range(2):
+            opt.zero_grad()
+            (factor * model(normal(N, 3).float(), labels)["loss"]).backward()
+            opt.step()
+
+    step(1.0)
+    if same:
+        with pytest.raises(LossMismatchError, match=r"is 0\.7 times that of CrossEntropyLoss"):
+            step(0.7)
+    else:
+        with caplog.at_level(logging.INFO, "natgrad"):
+            step(0.7)
+        assert [m for m in messages(caplog, logging.INFO) if "the model makes it from other tensors" in m]
