@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -229,9 +229,10 @@ def _in_double(pb: Pullback) -> Pullback:
     try:
         if model.module is None:
             params = {name: p.detach().double() for name, p in model.params.items()}
-            moved = Model(model.function, params, model.output, model.examples)
+            moved = replace(model, params=params)
         else:
-            moved = Model.of(copy.deepcopy(model.module).double(), output=model.output, examples=model.examples)
+            own = Model.of(copy.deepcopy(model.module).double())
+            moved = replace(model, function=own.function, params=own.params)
         x, target = map_tensors(pb.batch.x, double), map_tensors(pb.batch.target, double)
         new = pulled_back(moved, x, pb.metric, target, memory=pb.memory)
     except (RuntimeError, TypeError, ValueError, NatgradError):  # single precision is written into it somewhere

@@ -20,6 +20,7 @@ from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping, like, number_of
+from natgrad.output.losses import TermLoss, described
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
@@ -354,8 +355,10 @@ def in_words(value: Any) -> str:
     ("Fisher(family=Categorical(), reduction='mean')", 'Factored()')
     """
     if is_dataclass(value) and not isinstance(value, type):
-        entries = [(f.name, in_words(getattr(value, f.name))) for f in fields(value) if _tells(f, value)]
-        return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in entries)})"
+        entries = {f.name: in_words(getattr(value, f.name)) for f in fields(value) if _tells(f, value)}
+        if isinstance(value, TermLoss):
+            entries["loss"] = described(value.loss)
+        return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in entries.items())})"
     if value is None or isinstance(value, bool | str):
         return repr(value)
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):

@@ -93,7 +93,7 @@ class Heads(OutputMetric):
         return replace(self, metrics={key: metric.of_sum() for key, metric in self.metrics.items()})
 
     def shaped(self, shapes: Shapes) -> Heads:
-        return replace(self, shapes=shapes)
+        return replace(self, shapes=shapes) if shapes else self  # outputs that are side by side already
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> tuple[Any, ...]:
         cotangents = [None] * len(self.metrics) if cotangent is None else self.split(cotangent)

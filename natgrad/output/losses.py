@@ -214,8 +214,8 @@ class ClassLoss(TermLoss):
     samples: int | None = None
     axis: int | None = None
     summed: bool = False
-    given: bool = True
-    axes: dict[int, int] = field(default_factory=dict, compare=False)  # the axis of the classes, by that of outputs
+    given: bool = field(default=True, repr=False)  # not named in a checkpoint, nor are the axes, which are found again
+    axes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)  # of the classes, by those of outputs
 
     def family_of(self, axis: int | None) -> Family:
         return Categorical(axis=self.axis if axis is None else axis)
@@ -231,6 +231,9 @@ class ClassLoss(TermLoss):
 
     def of_sum(self) -> ClassLoss:
         return replace(self, summed=True)
+
+    def unsampled(self) -> ClassLoss:
+        return replace(self, samples=None)
 
     def unflattened(self) -> ClassLoss:
         return replace(self, axis=-1 if self.axis is None or self.axis < 0 else self.axis + 1)
@@ -337,13 +340,16 @@ class ElementLoss(TermLoss):
     family: Family
     factor: float = 1.0
     summed: bool = False
-    given: bool = True
+    given: bool = field(default=True, repr=False)
 
     def family_of(self, axis: int | None) -> Family:
         return self.family
 
     def of_sum(self) -> ElementLoss:
         return replace(self, summed=True)
+
+    def unsampled(self) -> ElementLoss:
+        return replace(self, samples=None)
 
     @property
     def needs_target(self) -> bool:
@@ -430,7 +436,7 @@ class HessianLoss(OutputMetric):
     """
 
     loss: OneLoss
-    checks: set[str] = field(default_factory=set, compare=False)  # what has been checked, or said
+    checks: set[str] = field(default_factory=set, repr=False, compare=False)  # what has been checked, or said
 
     @property
     def needs_target(self) -> bool:

@@ -319,3 +319,14 @@ class Joined(nn.Module):
 def test_a_variational_network_has_one_output() -> None:
     with pytest.raises(TypeError, match="VariationalNetwork takes one output, and Heads"):
         ng.vi.VariationalNetwork(detector(), heads(), ng.Dense(), ng.vi.Prior(1.0, 5))
+
+
+def test_heads_are_diagnosed_in_double_precision_and_have_geodesics() -> None:
+    model, x = detector(), normal(5, 3)
+    found = ng.diagnose(ng.pullback(model, x, heads()))
+    single = ng.diagnose(ng.pullback(detector().float(), x.float(), heads()))
+    assert single.spectrum.dtype == torch.float64
+    assert single.rank == found.rank == int(torch.linalg.matrix_rank(expected(model, x), hermitian=True))
+    v = ng.Vector({name: 1e-3 * normal(*p.shape) for name, p in model.named_parameters()})
+    end = ng.step.exponential(model, x, heads(), v, steps=2, damping=1e-3)
+    assert all(torch.isfinite(p).all() for p in end.values())

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import IncompatibleError
 from natgrad.step import christoffel
+from tests.optim.tasks import resumes
 
 N = 5
 
@@ -328,6 +329,7 @@ def test_metrics_print_the_loss_and_what_they_are() -> None:
     words = "metric_of(CrossEntropyLoss(reduction='sum', weight=[3]), samples=2): Fisher(Categorical(axis=1)), sum"
     assert repr(metric).startswith(words)
     assert ng.metric_of(metric) is metric
+    assert metric.unsampled().exact
     assert repr(ng.metric_of(F.mse_loss)) == "metric_of(MSELoss()): 2·Fisher(Gaussian(scale=1.0)), mean over the terms"
 
 
@@ -395,6 +397,28 @@ def test_a_language_model_has_the_metric_of_the_mean_over_its_valid_tokens(
     expected = gauss_newton(net, IDS, lambda y: loss(y, t))
     G = metric_in_a_loop(net, IDS, nn.CrossEntropyLoss(), lambda y: loss(y, t))
     torch.testing.assert_close(G, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_language_model_is_resumed_and_the_loss_is_named_where_it_is_another() -> None:
+    """What a backward pass has shown is no part of the metric's name; nor is whether the loss is a module."""
+    t = labels(3, classes=4, ignored=-100)
+
+    def made(loss: Any) -> tuple[nn.Module, ng.NaturalGradient]:
+        net = Talker()
+        return net, ng.KFAC(net, loss, lr=0.01, generator=torch.Generator().manual_seed(0))
+
+    def step(net: nn.Module, opt: ng.NaturalGradient, seed: int) -> None:
+        opt.zero_grad()
+        flat_loss(net(IDS), t.roll(seed, 0)).backward()
+        opt.step()
+
+    resumes(lambda: made(nn.CrossEntropyLoss()), step)
+    net, opt = made(nn.CrossEntropyLoss())
+    step(net, opt, 0)
+    made(F.cross_entropy)[1].load_state_dict(opt.state_dict())
+    made(ng.metric_of(F.cross_entropy, samples=3))[1].load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match=r"its metric is ClassLoss\(loss=CrossEntropyLoss\(\)\), here it is .*'sum'"):
+        made(nn.CrossEntropyLoss(reduction="sum"))[1].load_state_dict(opt.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
