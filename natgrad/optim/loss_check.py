@@ -36,7 +36,8 @@ class Watched:
     loss: TermLoss | HessianLoss | None  # None for a metric that was made from none
     weight: float
     y: Tensor  # a copy: the user may change the outputs in place
-    address: tuple[int, int]  # of the outputs: where their first number lies, and how far into their memory
+    strides: tuple[int, ...]  # of the outputs, of which y may be a copy without gaps
+    address: tuple[int, int]  # where their first number lies, and how far into their memory
     cotangent: Tensor | None = None
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None  # sizes, strides and start of what the loss read
     target: Any = None
@@ -56,8 +57,7 @@ class Watched:
         """The user's loss is called, on y or on a view of it."""
         if self.paused:
             return
-        given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
-        read, target = given.get("input"), given.get("target")
+        read, target = read_by(args, kwargs)
         pointer, start = self.address
         if isinstance(read, Tensor) and read.numel() == self.y.numel() and read.data_ptr() == pointer:
             self.view = tuple(read.shape), tuple(read.stride()), int(read.storage_offset()) - start
@@ -184,7 +184,7 @@ class LossCheck:
             if abs(fits[0] - 1) > tol:
                 self._tell_factor(each.title, name, fits[0], _terms(loss, y, c))
             return
-        for other, e, fix in _others(loss, y, c):
+        for other, e, fix in _others(loss, y, c) if c.numel() > 1 else ():  # one number fits any loss
             if _fitted(c, e, tol) is not None:
                 what = f"the gradient at {each.title} is that of {other}"
                 self._warn(f"{what}, and the metric was made from {name}: {fix}")
@@ -250,6 +250,12 @@ def _metrics(metric: OutputMetric) -> dict[Any, OutputMetric]:
     return {key: _base(each) for key, each in whole.metrics.items()} if isinstance(whole, Heads) else {None: whole}
 
 
+def read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The outputs and the targets that a loss of torch, or one of two arguments, is called with."""
+    given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
+    return given.get("input"), given.get("target")
+
+
 def loss_in(raw: Any) -> Tensor | None:
     """The loss that the model has computed itself, among what it returned."""
     return next((t for t in tensors_of(raw) if t.ndim == 0 and t.grad_fn is not None), None)
@@ -279,7 +285,7 @@ def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watche
     for (key, each), y in zip(_metrics(metric).items(), tensors, strict=True):
         loss = each if isinstance(each, TermLoss | HessianLoss) else None
         weight = whole.weight(key) if isinstance(whole, Heads) else 1.0
-        yield Watched(key, loss, weight, y.detach().clone(), (y.data_ptr(), int(y.storage_offset())))
+        yield Watched(key, loss, weight, y.detach().clone(), y.stride(), (y.data_ptr(), int(y.storage_offset())))
 
 
 def _title(loss: object) -> str:
@@ -315,14 +321,15 @@ def _gradient(loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:
 def _of_target(each: Watched, loss: TermLoss | HessianLoss, y: Tensor) -> Tensor:
     """∂L/∂y at the targets that the loss was called with, on the same view of y."""
     assert each.view is not None
-    size, stride, start = each.view
-
-    def called(leaf: Tensor, target: Any) -> Tensor:
-        assert isinstance(loss.loss, nn.Module)
-        value: Tensor = loss.loss.forward(leaf.as_strided(size, stride, start), target)
-        return value
-
-    return _gradient(called, y, each.target)
+    assert isinstance(loss.loss, nn.Module)
+    call, (size, stride, start) = loss.loss.forward, each.view
+    if (size, stride, start) == (tuple(y.shape), each.strides, 0):
+        return _gradient(call, y, each.target)
+    # In memory as the outputs are: they may be a part of a larger tensor.
+    memory = y.new_zeros(1 + sum((n - 1) * by for n, by in zip(y.shape, each.strides, strict=True)))
+    memory.as_strided(y.shape, each.strides).copy_(y)
+    g = _gradient(lambda leaf, target: call(leaf.as_strided(size, stride, start), target), memory, each.target)
+    return g.as_strided(y.shape, each.strides)
 
 
 def _of_cotangent(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, tensors_of
 from natgrad.optim.distributed import World, refuse_strangers
-from natgrad.optim.loss_check import LossCheck, loss_in, on_cotangent
+from natgrad.optim.loss_check import LossCheck, loss_in, on_cotangent, read_by
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -829,8 +829,7 @@ class LossHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracker = self._tracker()
         if tracker is not None:
-            given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-            tracker.loss_called(given.get("input"), given.get("target"))
+            tracker.loss_called(*read_by(args, kwargs))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

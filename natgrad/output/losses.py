@@ -31,7 +31,7 @@ OneLoss: TypeAlias = Callable[..., Tensor]  # (outputs, targets) ↦ one number
 Criterion: TypeAlias = OneLoss | Mapping[Any, Any] | tuple[Any, ...] | list[Any]  # a loss, or one for every head
 _log = logging.getLogger("natgrad")
 _WIDEST = 4096  # outputs of an example whose Hessian is computed
-_ROUNDING = 1e-3  # of single precision in a sum that is zero, over its terms
+_ROUNDING = 1e-3  # of single precision in a sum that is zero, over its terms; √ε where that is more
 
 
 def metric_of(
@@ -71,6 +71,8 @@ def metric_of(
         return Heads({key: metric_of(one, samples=samples, axis=axis) for key, one in losses.items()}, shares)
     if isinstance(loss, nn.Module) and computes_loss(loss):
         of_model = own_loss(loss)
+        if axis is not None or weights is not None:
+            raise ValueError(f"{type(loss).__name__} computes its loss itself, and knows its axis= and weights=")
         return metric_of(of_model.loss, samples=samples, axis=of_model.axis, weights=of_model.weights)
     if weights is not None:
         raise ValueError("weights= are those of several losses, of a dict or tuple: one loss has none")
@@ -171,7 +173,7 @@ class TermLoss(OutputMetric):
 
     def value(self, y: Tensor, target: Any) -> Tensor:
         """L(y, t), by the loss itself."""
-        value: Tensor = self.loss(y, target)
+        value: Tensor = self.loss.forward(y, target)
         return value
 
     def __repr__(self) -> str:
@@ -284,7 +286,8 @@ class ClassLoss(TermLoss):
     def _axis_of(self, y: Tensor, target: Any, cotangent: Tensor | None) -> int:
         """The axis of the classes: that of the losses of torch, 1, unless the targets or the cotangent say the last.
 
-        A cotangent of cross entropy sums to 0 over the classes. It is read once for a number of axes.
+        A cotangent of cross entropy sums to 0 over the classes. It is read once for a number of axes, and not where it
+        is zero or not finite, as in a step that a ``GradScaler`` skips.
         """
         if y.ndim < 2:
             raise ValueError(
@@ -303,8 +306,11 @@ class ClassLoss(TermLoss):
         if target is not None:
             return self._axis_of_target(y, target)
         if cotangent is not None and y.ndim not in self.axes:
-            first, last = (float(cotangent.sum(axis).norm() / cotangent.norm()) for axis in (1, -1))
-            self.axes[y.ndim] = -1 if last < _ROUNDING < first else 1
+            c = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))
+            first, last = (float(c.sum(axis).norm() / c.norm()) for axis in (1, -1))
+            rounding = max(_ROUNDING, torch.finfo(cotangent.dtype).eps ** 0.5)
+            if math.isfinite(first + last):
+                self.axes[y.ndim] = -1 if last < min(rounding, first) else 1
         return self.axes.get(y.ndim, 1)
 
     def _axis_of_target(self, y: Tensor, target: Tensor) -> int:
@@ -361,7 +367,7 @@ class ElementLoss(TermLoss):
     def value(self, y: Tensor, target: Any) -> Tensor:
         if not _is(self.loss, nn.GaussianNLLLoss):
             return super().value(y, target)
-        value: Tensor = self.loss(y[..., 0], target, y[..., 1])
+        value: Tensor = self.loss.forward(y[..., 0], target, y[..., 1])
         return value
 
     @property
@@ -476,8 +482,8 @@ class HessianLoss(OutputMetric):
         return 0.5 * over_terms(u * self.flat(y0, u, target))
 
     def value(self, y: Tensor, target: Any) -> Tensor:
-        """L(y, t), by the loss itself."""
-        value = self.loss(y, target)
+        """L(y, t), by the loss itself; hooks of a module hear of calls by the user only."""
+        value = (self.loss.forward if isinstance(self.loss, nn.Module) else self.loss)(y, target)
         if not isinstance(value, Tensor) or value.ndim:
             raise TypeError(
                 f"{self._name} must return one number for a batch, and it returned "
@@ -674,7 +680,9 @@ class Stacked:
 
 
 def described(loss: nn.Module) -> str:
-    """The loss with those of its options that are not the default."""
+    """A loss of torch with those of its options that are not the default; another one as it prints in one line."""
+    if not type(loss).__module__.startswith("torch.nn."):  # to make one may cost much, and draw random numbers
+        return f"{type(loss).__name__}(…)" if any(loss.children()) else repr(loss)
     try:
         default = vars(type(loss)())
     except TypeError:

@@ -211,6 +211,59 @@ def test_a_loss_of_the_user_s_own_is_compared_where_it_is_called() -> None:
         run(*vectors(), loss, lambda y: loss(y, t) + y.square().mean(), strict=True)
 
 
+class Last(nn.Module):
+    """The outputs of the last position of a sequence, or some of them: a part of a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y[:, -1, :C]
+
+
+def test_outputs_that_are_a_part_of_a_larger_tensor() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double())
+    net, x = seeded(lambda: Last().double()), normal(N, 2, 3)
+    run(net, x, loss, lambda y: loss(y, LABELS), strict=True)
+    flat, t = nn.MSELoss(), normal(C, N, seed=5)
+    run(net, x, flat, lambda y: flat(y.mT, t), strict=True)
+    with pytest.raises(LossMismatchError, match="is 3 times that of MSELoss"):
+        run(net, x, flat, lambda y: 3 * flat(y.mT, t), strict=True)
+
+
+def test_one_number_is_not_taken_for_another_loss() -> None:
+    """Any two vectors of one number are parallel: online regression is not binary cross entropy."""
+    net, _ = vectors(1)
+    run(net, normal(1, 3), F.mse_loss, lambda y: F.mse_loss(y, torch.ones(1, 1).double()), strict=True)
+
+
+class Learned(nn.Module):
+    """A loss with parameters of its own, which are drawn when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(C, C).double()
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        error: Tensor = self.layer(input) - target
+        return error.square().mean()
+
+
+def test_a_loss_of_the_user_s_own_is_not_made_again_and_hears_of_no_other_calls() -> None:
+    """The random stream does not move, and two passes may wait for their losses together."""
+    (net, x), loss, t, calls = vectors(), Learned(), normal(N, C, seed=5), []
+    loss.register_forward_hook(lambda *_: calls.append(1))
+    opt = ng.KFAC(net, loss, lr=1e-3)
+    assert "Learned(…)" in repr(ng.metric_of(loss))
+    before = torch.get_rng_state()
+    (loss(net(x), t) + loss(net(x + 1), t)).backward()
+    opt.step()
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(calls) == 2
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

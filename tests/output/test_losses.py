@@ -255,9 +255,17 @@ def call(loss: Any, target: Any, *shape: int) -> Callable[[], Any]:
     return lambda: ng.pullback(model(*shape), inputs(), loss, target=target)
 
 
+class OfItself(nn.Module):
+    """A model that computes its own loss, as those of ``transformers``."""
+
+    config, loss_function, loss_type = None, None, "ForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: ng.metric_of(OfItself(), axis=1), ValueError, "OfItself computes its loss itself"),
+        (lambda: ng.metric_of(OfItself(), weights=[1.0]), ValueError, "OfItself computes its loss itself"),
         (lambda: ng.metric_of(nn.MSELoss(reduction="none")), ValueError, r"MSELoss\(reduction='none'\) has no metric"),
         (lambda: ng.metric_of(nn.CTCLoss()), TypeError, "CTCLoss has no metric in closed form"),
         (lambda: ng.metric_of(F.ctc_loss), TypeError, "CTCLoss has no metric in closed form"),
@@ -361,6 +369,23 @@ def test_a_language_model_has_the_metric_of_the_mean_over_its_valid_tokens(
     expected = gauss_newton(net, IDS, lambda y: loss(y, t))
     G = metric_in_a_loop(net, IDS, nn.CrossEntropyLoss(), lambda y: loss(y, t))
     torch.testing.assert_close(G, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_cotangent_tells_the_axis_of_the_classes_in_any_precision_and_after_one_that_is_not_finite(
+    dtype: torch.dtype,
+) -> None:
+    """A GradScaler skips the first steps; what came to them tells no axis."""
+    torch.manual_seed(0)
+    y, t = torch.randn(8, 16, 50).to(dtype).requires_grad_(), torch.randint(50, (8, 16))
+    F.cross_entropy(y.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)), t.flatten()).backward()
+    for at, axis in ((y, -1), (y.mT, 1)):
+        metric = ng.metric_of(F.cross_entropy)
+        assert y.grad is not None
+        arrived = y.grad if axis == -1 else y.grad.mT
+        for bad in (torch.nan, 0.0):
+            metric.prepared(at.detach(), None, torch.full_like(arrived, bad))
+        assert metric.prepared(at.detach(), None, arrived).axis == axis
 
 
 def _scaled(y: Tensor, t: Tensor, factor: float) -> Tensor:
