@@ -125,7 +125,7 @@ def spectral_density(
     probes: int = 4,
     steps: int = 100,
     generator: torch.Generator | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> SpectralDensity:
     """The distribution of the eigenvalues of a metric or a Hessian, from products with it.
 
@@ -136,7 +136,7 @@ def spectral_density(
 
     ``G``: an operator (``ng.hessian(…)``, or of any structure), or a pullback, of which no more than products are
     needed. Where the metric has a root with fewer rows N·K than there are parameters, the process runs on RRᵀ.
-    ``memory``: bytes that the vectors may occupy.
+    ``memory``: bytes that the vectors may occupy; by default the bound of the pullback.
 
     >>> import natgrad as ng
     >>> x = torch.eye(2, dtype=torch.float64).repeat(3, 1)
@@ -144,8 +144,10 @@ def spectral_density(
     >>> round(density.largest, 9), density.count_above(0.1)[0]  # G = ½·1
     (0.5, 2.0)
     """
+    if memory is None:
+        memory = G.memory if isinstance(G, Pullback) else MEMORY
     if isinstance(G, Pullback):
-        memory, G = G.memory, Implicit().estimate(G)
+        G = Implicit().estimate(G)
     check_slots(G=(G, Operator))
     if probes < 2 or steps < 1:
         raise ValueError(f"spectral_density needs probes ≥ 2, for an error, and steps ≥ 1, got {probes} and {steps}")

@@ -107,6 +107,8 @@ def test_what_is_too_much_is_refused() -> None:
     G = symmetric(torch.ones(50, dtype=torch.float64))
     with pytest.raises(ng.errors.MemoryBoundError, match=r"50 vectors of 50 numbers need 20,000 bytes.*lower steps="):
         ng.spectral_density(G, memory=10_000)
+    with pytest.raises(ng.errors.MemoryBoundError, match="memory=8"):
+        ng.spectral_density(ng.pullback(nn.Linear(2, 1), torch.ones(3, 2), ng.Euclidean()), memory=8)
     with pytest.raises(ValueError, match="needs probes ≥ 2, for an error"):
         ng.spectral_density(G, probes=1)
     with pytest.raises(ng.errors.NonFiniteError, match="the Lanczos process met NaN"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.lanczos import SpectralDensity, spectral_density
 from natgrad.model import Inputs, Model
+from natgrad.output.losses import Criterion
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, pullback
 
@@ -48,7 +49,7 @@ def basin_volume(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
     epsilon: float,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     target: Any = None,
     *,
     scale: float = 1.0,
@@ -81,7 +82,7 @@ def basin_volume(
     for name, value in (("epsilon", epsilon), ("scale", scale)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r} must be a positive, finite number")
-    pb = pullback(Model.of(model, params, output), x, metric, target, generator, memory=memory)
+    pb = pullback(model, x, metric, target, generator, params=params, output=output, memory=memory)
     density = spectral_density(pb, probes=probes, steps=steps, generator=generator)
     ratio = scale**2 / epsilon
     positive = density.rounding  # below, eigenvalues are noise of either sign

@@ -129,7 +129,7 @@ def flatness(
     """
     metric = metric_of(metric)
     _check_arguments(epsilon, samples, radius, metric)
-    pb = pullback(Model.of(model, params, output), x, metric, target)
+    pb = pullback(model, x, metric, target, params=params, output=output)
     _check_loss(loss, pb)
     generator = generator or fresh_generator(pb.y.device)
     with torch.no_grad():
@@ -195,6 +195,7 @@ def _check_arguments(epsilon: float, samples: int, radius: float | None, metric:
         raise ValueError(f"samples={samples!r} must be an integer of at least 2: one line has no error bar")
     if radius is not None and not 0 < radius < math.inf:
         raise ValueError(f"radius={radius!r} must be positive and finite, or None to look as far as is needed")
+    metric.check_everywhere("flatness")
     if not metric.exact:
         raise ValueError(
             f"{metric!r} is sampled, and the determinant of a sampled metric is biased: take the exact one"

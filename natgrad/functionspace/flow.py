@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from natgrad.errors import NatgradError
 from natgrad.geometry import Vector, unflatten
 from natgrad.linalg import Damping
-from natgrad.model import Inputs, Model, check_slots
+from natgrad.model import Inputs, Model
 from natgrad.natural import natural_gradient
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.solve.solvers import Pinv, Solver
 from natgrad.structures.base import Structure
@@ -49,7 +50,7 @@ def gradient_flow(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
     loss: Callable[[Tensor], Tensor],
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     time: float,
     *,
     points: int = 11,
@@ -84,7 +85,7 @@ def gradient_flow(
     >>> bool(((flow.outputs[-1] - x) / (flow.outputs[0] - x) - torch.e**-1).abs().max() < 1e-5)
     True
     """
-    check_slots(metric=(metric, OutputMetric))
+    metric = metric_of(metric)
     if not time > 0 or points < 2 or not 0 < rtol < 1 or max_steps < 1:
         raise ValueError(
             f"gradient_flow needs time > 0, points ≥ 2, 0 < rtol < 1 and max_steps ≥ 1, got time={time}, "

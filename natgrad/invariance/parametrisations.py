@@ -13,6 +13,7 @@ from natgrad.linalg import Damping
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model
 from natgrad.natural import natural_gradient
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.pullback.pullback import pullback
 from natgrad.solve.solvers import Pinv, Solver
@@ -60,7 +61,7 @@ def compare(
     other: nn.Module | Callable[..., Any],
     x: Inputs,
     loss: Callable[[Tensor], Tensor],
-    metric: OutputMetric | None = None,
+    metric: OutputMetric | Criterion | None = None,
     *,
     structure: Structure | None = None,
     solver: Solver | None = None,
@@ -93,7 +94,7 @@ def compare(
     >>> found.reparametrisation, found.ranks, found.model_gap < 1e-8
     (True, (3, 3), True)
     """
-    chosen = metric or Euclidean()
+    chosen = Euclidean() if metric is None else metric_of(metric)
     one, two = Model.of(model, params, output), Model.of(other, other_params, other_output)
     pulled = [pullback(m, x, chosen, target) for m in (one, two)]
     _check_outputs(pulled[0].y, pulled[1].y)

@@ -81,6 +81,10 @@ class Heads(OutputMetric):
     def unsampled(self) -> Heads:
         return replace(self, metrics={key: metric.unsampled() for key, metric in self.metrics.items()})
 
+    def check_everywhere(self, what: str) -> None:
+        for metric in self.metrics.values():
+            metric.check_everywhere(what)
+
     def only(self, keys: Sequence[Any]) -> Heads:
         weights = {key: w for key, w in self.weights.items() if key in keys}
         return replace(self, metrics={key: self.metrics[key] for key in keys}, weights=weights)

@@ -477,6 +477,12 @@ class HessianLoss(OutputMetric):
         u = y - y0
         return 0.5 * over_terms(u * self.flat(y0, u, target))
 
+    def check_everywhere(self, what: str) -> None:
+        raise IncompatibleError(
+            f"{what} needs the metric at other outputs, too, and {self!r} is computed at those of one pass. Use a loss "
+            "with a closed form (docs/losses.md), LossHessian(loss) or Fisher(family)"
+        )
+
     def value(self, y: Tensor, target: Any) -> Tensor:
         """L(y, t), by the loss itself; hooks of a module hear of calls by the user only."""
         value = (self.loss.forward if isinstance(self.loss, nn.Module) else self.loss)(y, target)

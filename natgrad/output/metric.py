@@ -152,6 +152,9 @@ class OutputMetric(ABC):
         C = self.coupling(x, n)
         return None if C is None else Coupling(C)
 
+    def check_everywhere(self, what: str) -> None:  # noqa: B027 - most metrics are known everywhere
+        """Refuse ``what``, which moves the outputs, where h_y is known at those of one pass only."""
+
     def check_target(self, target: Any) -> None:
         """Refuse missing targets by name."""
         if self.lacks(target):
@@ -191,6 +194,9 @@ class CouplingMetric(OutputMetric):
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
+
+    def check_everywhere(self, what: str) -> None:
+        self.base.check_everywhere(what)
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         return self.base.flat(y, u, target)
@@ -274,6 +280,9 @@ class Sampled(OutputMetric):
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
+
+    def check_everywhere(self, what: str) -> None:
+        self.base.check_everywhere(what)
 
     @property
     def heads(self) -> tuple[Any, ...] | None:

@@ -12,6 +12,7 @@ from natgrad.errors import NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import Batch, Pullback, at, pullback
 from natgrad.solve.solvers import Cholesky, Solver
@@ -30,6 +31,7 @@ def christoffel(pb: Pullback, v: Vector) -> Covector:
 def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
     """``christoffel`` without a pullback: a sampled metric draws no numbers."""
     model, x = batch.model, batch.x
+    metric.check_everywhere("a geodesic")
     with torch.no_grad():
         n = model(None, x).shape[0]
     if metric.coupling(x, n) is not None:
@@ -54,7 +56,7 @@ def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
 def exponential(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     v: Vector,
     *,
     steps: int = 20,
@@ -78,7 +80,8 @@ def exponential(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    wrapped = Model.of(model, params)
+    metric = metric_of(metric)
+    wrapped = Model.of(model, params, heads=metric.heads)
     base = pullback(wrapped, x, metric, target=target)
     like = {name: p.detach() for name, p in wrapped.params.items()}
     chosen = solver or Cholesky()

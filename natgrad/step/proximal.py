@@ -111,11 +111,15 @@ def pulled_back(
 
     For Fisher it is KL(p_w‖p_u), and with ``reverse=True`` KL(p_u‖p_w), from the new outputs to the old ones.
     """
-    wrapped, metric = Model.of(model, params), metric_of(metric)
+    metric = metric_of(metric)
+    if reverse:
+        metric.check_everywhere("the divergence from the new outputs")
+    wrapped = Model.of(model, params, heads=metric.heads)
 
     def rho(u: Params, w: Params) -> Tensor:
-        new, old = wrapped(u, x), wrapped(w, x)
-        return (metric.divergence(old, new, target) if reverse else metric.divergence(new, old, target)).mean()
+        (new, shapes), old = wrapped.evaluated(u, x), wrapped(w, x)
+        at = metric.shaped(shapes)
+        return (at.divergence(old, new, target) if reverse else at.divergence(new, old, target)).mean()
 
     return rho
 

@@ -85,6 +85,7 @@ class Laplace:
     A loss in the place of the metric is −log p of one term, up to constants: it is summed over all examples and terms
     that count, whatever its reduction. So ``nn.MSELoss()`` is Σ(y − t)², of σ² = ½; trained as a mean over the N·D
     outputs, + (c/2)‖θ‖², it has δ = N·D·c. A loss that is none of torch's is taken for a mean over the examples.
+    With a loss for every head, the outputs [n d] are the heads side by side.
 
     δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
     it; samples and predictions take its value. A metric with ``reduction="mean"`` counts the terms of an example as
@@ -118,7 +119,7 @@ class Laplace:
         check_slots(structure=(structure, Structure))
         structure.require_whole("Laplace")
         check_precision(prior_precision, learnable=True)
-        self.model = Model.of(model)
+        self.model = Model.of(model, heads=metric.heads)
         self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
         self.operator, self.examples = _mean_metric(self.model, x, metric, structure, target, generator)  # G and N
         self.solver: Solver = _solver(self.operator)

@@ -103,6 +103,11 @@ class VariationalNetwork:
         generator: torch.Generator | None = None,
     ) -> None:
         metric = metric_of(metric)
+        if metric.heads is not None:
+            raise TypeError(
+                f"VariationalNetwork takes one output, and {metric!r} is on {len(metric.heads)} heads: let the model "
+                "return one, or use an optimizer"
+            )
         check_slots(structure=(structure, Structure), prior=(prior, Prior))
         structure.require_whole("VariationalNetwork")
         if pairs < 1:

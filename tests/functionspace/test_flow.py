@@ -82,6 +82,15 @@ def test_the_precision_follows_rtol() -> None:
         gradient_flow(f, None, lambda y: y.sum(), ng.Euclidean(), 1.5, points=2, max_steps=1, params=start)
 
 
+def test_a_loss_stands_for_its_metric() -> None:
+    model, x, t = nn.Linear(2, 1).double(), normal(4, 2), normal(4, 1, seed=1)
+    paths = [
+        gradient_flow(model, x, lambda y: half_mean(t, y), metric, 0.5, points=2)
+        for metric in (nn.MSELoss(), ng.Fisher(ng.Gaussian(scale=0.5**0.5)))
+    ]
+    close(paths[0].outputs, paths[1].outputs)
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="needs time > 0, points ≥ 2"):
         gradient_flow(nn.Linear(1, 1), torch.ones(1, 1), lambda y: y.sum(), ng.Euclidean(), 0.0)

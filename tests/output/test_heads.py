@@ -296,3 +296,26 @@ def test_the_user_may_change_a_head_in_place() -> None:
     out = model(x)
     (F.cross_entropy(out["kind"], torch.arange(6) % 3) + out["box"].sigmoid_().mean()).backward()
     opt.step()
+
+
+def test_laplace_and_divergences_of_several_heads_are_those_of_the_heads_side_by_side() -> None:
+    model, x, losses = detector(), normal(5, 3), {"kind": F.mse_loss, "box": F.mse_loss}
+    posterior = ng.vi.Laplace(model, x, losses)
+    joined = ng.vi.Laplace(nn.Sequential(model, Joined()), x, ng.Fisher(ng.Gaussian(scale=0.5**0.5)))
+    close(posterior.operator.dense(), joined.operator.dense())
+    close(posterior.predictive(x).covariance, joined.predictive(x).covariance)
+    u, w = ({name: normal(*p.shape, seed=k) for name, p in model.named_parameters()} for k in (1, 2))
+    y, y0 = (torch.func.functional_call(model, at, (x,)) for at in (u, w))
+    rho = ng.proximal.pulled_back(model, x, losses)
+    close(rho(u, w), sum((F.mse_loss(y[key], y0[key]) for key in losses), torch.zeros(()).double()))
+    assert ng.functionspace.basin_volume(model, x, 0.1, losses).trace > 0
+
+
+class Joined(nn.Module):
+    def forward(self, out: Any) -> Tensor:
+        return both(out)
+
+
+def test_a_variational_network_has_one_output() -> None:
+    with pytest.raises(TypeError, match="VariationalNetwork takes one output, and Heads"):
+        ng.vi.VariationalNetwork(detector(), heads(), ng.Dense(), ng.vi.Prior(1.0, 5))

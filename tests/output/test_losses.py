@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError
+from natgrad.step import christoffel
 
 N = 5
 
@@ -295,6 +296,31 @@ class OfItself(nn.Module):
 def test_what_has_no_metric_is_refused_by_name(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def fourth(y: Tensor, t: Tensor) -> Tensor:
+    return (y - t).pow(4).mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("flatness", lambda m, x, t: ng.functionspace.flatness(m, x, 0.1, fourth, t)),
+        ("a geodesic", lambda m, x, t: geodesic(m, x, fourth, t)),
+        ("a geodesic", lambda m, x, t: geodesic(m, x, {0: fourth}, (t,), output=lambda y: (y,))),
+        ("the divergence from", lambda m, x, t: ng.proximal.pulled_back(m, x, fourth, target=t, reverse=True)),
+    ],
+)
+def test_a_hessian_that_is_known_at_one_point_is_not_taken_for_that_of_others(
+    what: str, call: Callable[[nn.Module, Tensor, Tensor], Any]
+) -> None:
+    with pytest.raises(IncompatibleError, match=f"{what}.* needs the metric at other outputs, too, and metric_of"):
+        call(nn.Linear(3, 1, bias=False).double(), inputs(), uniform(1))
+
+
+def geodesic(net: nn.Module, x: Tensor, loss: Any, target: Any, **options: Any) -> Any:
+    pb = ng.pullback(net, x, loss, target=target, **options)
+    return christoffel(pb, ng.Vector({"weight": torch.ones(1, 3).double()}))
 
 
 def test_metrics_print_the_loss_and_what_they_are() -> None:
