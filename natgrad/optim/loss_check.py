@@ -65,6 +65,17 @@ class Watched:
 
 
 @final
+@dataclass(frozen=True)
+class Factor:
+    """A gradient over that of a loss, which is a mean or a sum of so many ``terms``."""
+
+    value: float
+    name: str  # of the loss
+    terms: int
+    tol: float
+
+
+@final
 @dataclass
 class LossCheck:
     """Compares the cotangent that the user's ``backward()`` sends into the outputs with that of the loss given.
@@ -170,25 +181,29 @@ class LossCheck:
                 f"the output {key!r} is trained, too, and the metric does not see it: give it a loss, "
                 "{key: loss, …} for all outputs"
             )
+        factors: list[tuple[Watched, Factor]] = []
         for each in watched:
             if each.cotangent is None or not bool(each.cotangent.any()):
                 self._warn(f"no gradient comes to {each.title}: its loss is not in what backward() was called on")
-            elif each.loss is not None:
-                self._compare(each, each.loss, each.cotangent)
+            elif each.loss is not None and (factor := self._compare(each, each.loss, each.cotangent)) is not None:
+                factors.append((each, factor))
+        alike = all(abs(factor.value / factors[0][1].value - 1) <= 2 * factor.tol for _, factor in factors)
+        for each, factor in factors:
+            if abs(factor.value - 1) > factor.tol:
+                self._tell_factor(each.title, factor, alike)
 
-    def _compare(self, each: Watched, loss: TermLoss | HessianLoss, cotangent: Tensor) -> None:
+    def _compare(self, each: Watched, loss: TermLoss | HessianLoss, cotangent: Tensor) -> Factor | None:
+        """The gradient over that of the loss, where it is a multiple; else say what it is."""
         y, c, name, tol = _wide(each.y), _wide(cotangent), _title(loss.loss), _TOLERANCES[cotangent.dtype]
         candidates = [_of_target(each, loss, y)] if each.view is not None else list(_of_cotangent(loss, y, c))
         fits = [fit for e in candidates if (fit := _fitted(c, each.weight * e, tol)) is not None]
         if fits:
-            if abs(fits[0] - 1) > tol:
-                self._tell_factor(each.title, name, fits[0], _terms(loss, y, c))
-            return
+            return Factor(fits[0], name, _terms(loss, y, c), tol)
         for other, e, fix in _others(loss, y, c) if c.numel() > 1 else ():  # one number fits any loss
             if _fitted(c, e, tol) is not None:
                 what = f"the gradient at {each.title} is that of {other}"
                 self._warn(f"{what}, and the metric was made from {name}: {fix}")
-                return
+                return None
         if candidates and (each.view is not None or not _may_be_soft(loss, c, tol)):
             self._warn(
                 f"the gradient at {each.title} is not that of {name}, from which the metric was made: give the loss "
@@ -199,23 +214,26 @@ class LossCheck:
                 f"the terms of the gradient at {each.title} have {span[0]:.2g} to {span[1]:.2g} times the weights that "
                 f"they have in {name}, from which the metric was made"
             )
+        return None
 
-    def _tell_factor(self, title: str, name: str, α: float, terms: int) -> None:
-        """α: the gradient over that of the loss, which is a mean or a sum of so many ``terms``."""
+    def _tell_factor(self, title: str, factor: Factor, alike: bool) -> None:
+        """What has made it. One that heads do not have ``alike`` is a weight, on which the metric depends."""
+        α, name, terms = factor.value, factor.name, factor.terms
         power, k = math.log2(abs(α)), round(1 / α) if abs(α) < 1 else 0
         of_scaler = power > _SCALES - 0.1 and abs(power - round(power)) < 1e-2
-        if of_scaler and (round(power) == 16 or abs(α - terms) > 1e-2 * α):  # 2¹⁶ is its first factor
+        loud = self._loud if alike else self._warn
+        if alike and of_scaler and (round(power) == 16 or abs(α - terms) > 1e-2 * α):  # 2¹⁶ is its first factor
             self._note(f"the gradient at {title} is {α:g} times that of {name}, as a GradScaler makes it")
         elif terms > 1 and (abs(α - terms) < 1e-2 * terms or abs(α * terms - 1) < 1e-2):
             trained, given = ("sum", "mean") if α > 1 else ("mean", "sum")
-            self._loud(
+            loud(
                 f"the gradient at {title} is that of the {trained} over {terms} terms, and the metric that of the "
                 f'{given}: give the loss with reduction="{trained}"'
             )
-        elif k > 1 and abs(α * k - 1) < 1e-2:
+        elif alike and k > 1 and abs(α * k - 1) < 1e-2:
             self._note(f"the gradient at {title} is 1/{k} of that of {name}, as in accumulation over {k} passes")
         else:
-            self._loud(
+            loud(
                 f"the gradient at {title} is {α:.3g} times that of {name}, and the metric is not: metric_of({{…}}, "
                 "weights=…) gives a loss its weight"
             )

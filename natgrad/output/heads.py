@@ -66,6 +66,10 @@ class Heads(OutputMetric):
         return any(metric.needs_target for metric in self.metrics.values())
 
     @property
+    def leaves_out(self) -> bool:
+        return any(metric.leaves_out for metric in self.metrics.values())
+
+    @property
     def awaits(self) -> bool:
         """The cotangents tell which heads a pass trains; tasks may take turns."""
         return True

@@ -355,6 +355,10 @@ class ElementLoss(TermLoss):
     def needs_target(self) -> bool:
         return getattr(self.loss, "pos_weight", None) is not None
 
+    @property
+    def leaves_out(self) -> bool:
+        return self.needs_target or getattr(self.loss, "weight", None) is not None
+
     def weigh(self, y: Tensor, target: Any, cotangent: Tensor | None) -> Terms:
         shape = y.shape[:-1] if _is(self.loss, nn.GaussianNLLLoss) else y.shape
         self.family.check(y)

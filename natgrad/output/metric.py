@@ -75,6 +75,11 @@ class OutputMetric(ABC):
         return False
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether targets can leave out all terms of an example: by an ignored label, a mask, a weight of zero."""
+        return True
+
+    @property
     def awaits(self) -> nn.Module | bool:
         """Whether an optimizer waits with a pass for the user's own loss, which says what the metric must know.
 
@@ -180,6 +185,10 @@ class CouplingMetric(OutputMetric):
     @property
     def needs_target(self) -> bool:
         return self.base.needs_target
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.base.leaves_out
 
     @property
     def awaits(self) -> nn.Module | bool:
@@ -297,6 +306,10 @@ class Sampled(OutputMetric):
     @property
     def needs_target(self) -> bool:
         return self.base.needs_target
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.base.leaves_out
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         return self.base.flat(y, u, target)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -182,14 +182,15 @@ def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_fixed_address(memo: dict[Hashable, Any], key: Hashable, t: Tensor) -> Tensor:
-    """t or, on a GPU, a copy of it in memory that stays the same from one pass to the next."""
+    """t or, on a GPU, a copy of it in memory that stays the same from one pass to the next.
+
+    Batches of other sizes have it in the same place: only the largest so far has new memory.
+    """
     if not is_asynchronous(t.device):
         return t
-    if key not in memo or (memo[key].shape, memo[key].dtype) != (t.shape, t.dtype):
-        memo[key] = t.clone()
-    else:
-        memo[key].copy_(t)
-    return memo[key]
+    if key not in memo or memo[key].dtype != t.dtype or memo[key].numel() < t.numel():
+        memo[key] = t.new_empty(t.numel())
+    return cast(Tensor, memo[key])[: t.numel()].view(t.shape).copy_(t)
 
 
 def root_of(C: Tensor) -> Tensor:

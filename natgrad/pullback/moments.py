@@ -30,7 +30,7 @@ from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Sharing, counted, reached
+from natgrad.pullback.sharing import Sharing, reached
 from natgrad.pullback.tape import Cotangents, Tape, Use
 from natgrad.rules.base import Replayed, cotangent_features
 from natgrad.rules.features import Features, Moment
@@ -69,7 +69,8 @@ def second_moments(
 
     pieces = zip(pb.split_ranges(), passes(pb), strict=True) if kinds else ()
     for examples, (tape, chunks) in pieces:
-        weights = counted_examples(pb, pb.roots.at(examples)) if pb.batch.target is not None else None
+        leaves_out = pb.batch.target is not None and pb.metric.leaves_out
+        weights = counted_examples(pb, pb.roots.at(examples)) if leaves_out else None
         there: dict[int, Tensor | None] = {}  # of each layer, the positions to which a cotangent comes
         for g in chunks:
             for b, kind in enumerate(kinds):
@@ -88,8 +89,7 @@ def second_moments(
         there = shared_positions(tape, kinds, there)
         for b, kind in enumerate(kinds):
             if b not in fitted:
-                x, where = tape.inputs(kind), there[b]
-                add(right, b, sharing.counted_moment(x if where is None else x.only(where), kind, weights))
+                add(right, b, sharing.counted_moment(tape.inputs(kind), kind, there[b], weights))
     dtype = pb.y.dtype
     means = [right[b].total if b in fitted else right[b].mean() for b in range(len(kinds))]
     pairs = iter([(left[b].total.to(dtype), a.to(dtype)) for b, a in enumerate(means)])
@@ -99,9 +99,9 @@ def second_moments(
 def counted_examples(pb: Pullback, s: Tensor) -> Tensor | None:
     """1 for every example with a term that counts, else 0 [n], from the root s [k n *out]; None where all have one.
 
-    Only targets can leave out all terms of an example: ignored labels, a mask.
+    Only targets can leave out all terms of an example (``OutputMetric.leaves_out``).
     """
-    if pb.batch.target is None:
+    if pb.batch.target is None or not pb.metric.leaves_out:
         return None
     there = nonzero_rows(s.flatten(2).unsqueeze(2) if s.ndim > 2 else s[:, :, None, None])
     return None if there is None else there[:, 0].to(pb.y.dtype)
@@ -361,15 +361,13 @@ class LayerFactors:
             return
         kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
         real = tape.inputs(kind).padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
-        sink.put(b, "A", self._input_moment(tape.inputs(kind), kind) if real is None else real)
+        sink.put(b, "A", self._input_moment(tape.inputs(kind), kind, None) if real is None else real)
         if self.inputs_only:
             sink.put(b, "S", Moment(torch.ones(kind.shape[:2], dtype=self.dtype, device=kind.device), 1))
 
     def put_inputs_after(self, b: int, tape: Tape, sink: FactorSink, there: Tensor | None) -> None:
         """A of the positions that count, [n r]; None for all."""
-        block = self.blocks[b]
-        a = tape.inputs(block)
-        sink.put(b, "A", self._input_moment(a if there is None else a.only(there), block))
+        sink.put(b, "A", self._input_moment(tape.inputs(self.blocks[b]), self.blocks[b], there))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is made with it, A."""
@@ -406,11 +404,11 @@ class LayerFactors:
         """n S and A."""
         a, h = tape.inputs(kind), g.of(tape, kind)
         if self.relation is None:
-            return self._outputs(kind, h).total, self._input_moment(counted(a, h, kind), kind)
+            return self._outputs(kind, h).total, self._input_moment(a, kind, reached(h, kind))
         return self.relation.factors(a, h, kind, self.sharing)
 
-    def _input_moment(self, a: Features, kind: Block) -> Moment:
-        return self.sharing.counted_moment(a, kind, self.weights).to(self.dtype)
+    def _input_moment(self, a: Features, kind: Block, there: Tensor | None) -> Moment:
+        return self.sharing.counted_moment(a, kind, there, self.weights).to(self.dtype)
 
     def _outputs(self, kind: Block, g: Features) -> Moment:
         return self.sharing.output_moment(self.sharing.outputs(g), kind).to(self.dtype)
@@ -567,6 +565,8 @@ class CapturedKernels:
         block, mask, n = self.layers.blocks[b], there[b], self.layers.n
         sizes = [use.shape.numel() // (n * block.shape[0] * block.shape[1]) for use in self.tape.of(block)]
         number = self.tape.use_ids(block).index(at)
+        if mask is None and self.layers.weights is not None:
+            return (self.layers.weights != 0).unsqueeze(1).expand(n, sizes[number])
         if mask is None:
             return torch.ones(n, sizes[number], dtype=torch.bool, device=block.device)
         return mask.split(sizes, dim=1)[number]
@@ -590,8 +590,9 @@ class CapturedKernels:
 
     def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
         """Cached by the kind of graph."""
-        names = tuple((b, self.layers.blocks[b].names, self.layers.late(b)) for b in numbers)
-        key = ("padded", side, self.layers.n > 1, self.layers.sharing, names)
+        layers = self.layers
+        names = tuple((b, layers.blocks[b].names, layers.late(b), layers.after(b)) for b in numbers)
+        key = ("padded", side, layers.n > 1, layers.sharing, layers.weights is None, names)
         if key not in self.tape.memo:
             pads = self._pads_inputs if side == "A" else self._pads
             padded = [b for b in numbers if pads(b)]
@@ -614,7 +615,8 @@ class CapturedKernels:
     def _pads_inputs(self, b: int) -> bool:
         """Whether zero rows may be appended to its inputs."""
         block = self.layers.blocks[b]
-        if not self._pads(b) or self.layers.weights is not None or self.layers.sharing.only_diagonal(block)[0]:
+        weighted = self.layers.weights is not None and not self.layers.after(b)
+        if not self._pads(b) or weighted or self.layers.sharing.only_diagonal(block)[0]:
             return False
         uses = self.tape.of(block)
         alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)

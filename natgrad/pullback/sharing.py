@@ -46,10 +46,14 @@ class Sharing:
         """A of a layer before its division, from ``inputs``."""
         return shared.squares() if self.only_diagonal(block)[0] else shared.moment()
 
-    def counted_moment(self, a: Features, block: Block, weights: Tensor | None) -> Moment:
-        """A of a layer before its division, from its inputs; ``weights``: of the examples [n], 1 where they count."""
-        shared = self.inputs(a)
-        if weights is None:
+    def counted_moment(self, a: Features, block: Block, there: Tensor | None, weights: Tensor | None) -> Moment:
+        """A of a layer before its division, from its inputs.
+
+        ``there``: the positions that count [n r] (``reached``). ``weights``: of the examples [n], 1 where they count.
+        The sum over positions needs only the first: an example that does not count has no position that does.
+        """
+        shared = self.inputs(a if there is None else a.only(there))
+        if weights is None or (there is not None and self.how == "expand"):
             return self.input_moment(shared, block)
         return self.input_moment(shared.scaled(weights), block).over(shared.count(weights))
 

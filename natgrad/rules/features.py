@@ -267,11 +267,12 @@ class DenseFeatures(Features):
         return DenseFeatures(mean, (count > 0).to(mean.dtype))
 
     def only(self, counted: Tensor) -> Features:
-        valid = counted.unsqueeze(-1).to(self.x.dtype)
+        valid = single(counted.unsqueeze(-1).to(self.x.dtype))  # half precision cannot count
+        there = counted[..., None, None].to(self.x.dtype)
         if self.valid is not None:
-            return DenseFeatures(self.x * valid.unsqueeze(-1), self.valid * valid)
+            return DenseFeatures(self.x * there, self.valid * valid)
         one = self.x[..., :1, :] if self.x.stride(-2) == 0 else self.x  # one input for all c
-        return DenseFeatures((one * valid.unsqueeze(-1)).expand_as(self.x), valid.expand(self.x.shape[-4:-1]))
+        return DenseFeatures((one * there).expand_as(self.x), valid.expand(self.x.shape[-4:-1]))
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return DenseFeatures(combine(self.x, -4), self.valid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -291,6 +292,20 @@ def test_heads_are_compared_each_with_its_loss_and_weight(caplog: pytest.LogCapt
         run(*two_heads(), losses, lambda out: both(out, 0.3), strict=True)
     with pytest.raises(LossMismatchError, match="no gradient comes to the head 'b': its loss is not in what backward"):
         run(*two_heads(), losses, lambda out: F.cross_entropy(out["a"], LABELS), strict=True)
+
+
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.Natural])
+@pytest.mark.parametrize("weight", [0.5, 0.25, 2.0, 2.0**12])
+def test_a_weight_of_one_head_is_not_taken_for_accumulation_or_a_scaler(
+    preset: Any, weight: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor for a scale of the loss, of which the steps of ``Natural`` are free: those have it alike in all heads."""
+    losses = {"a": F.cross_entropy, "b": F.cross_entropy}
+    match = re.escape(f"the gradient at the head 'b' is {weight:.3g} times that of CrossEntropyLoss")
+    with pytest.raises(LossMismatchError, match=match):
+        run(*two_heads(), losses, lambda out: both(out, weight), preset=preset, strict=True)
+    run(*two_heads(), losses, lambda out: both(out) / 4, preset=preset, strict=True)
+    assert not messages(caplog)
 
 
 def test_a_head_that_the_metric_does_not_see_is_named() -> None:

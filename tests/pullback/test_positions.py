@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import natgrad as ng
+from natgrad.accelerate import moments
+from natgrad.rules.features import Rows
 from natgrad.structures.base import Operator, Structure
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
@@ -280,3 +282,12 @@ def test_ignored_labels_leave_the_steps_alone(preset: Callable[..., ng.NaturalGr
 
     for short, long in zip(trained(5), trained(12), strict=True):
         close(long, short)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss()])
+def test_a_loss_that_ignores_nothing_masks_nothing(loss: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, which nobody looks at, a mask would be a copy of the inputs of every layer."""
+    monkeypatch.setattr(moments, "can_read", lambda t: False)
+    monkeypatch.setattr(Rows, "scaled", None)
+    model, x, target = networks()["points"], normal(4, 32), torch.zeros(4, 3).double()
+    ng.Kronecker().estimate(ng.pullback(model, x, loss, target=target))

@@ -170,3 +170,12 @@ def test_positions_that_do_not_count_are_in_no_sum_and_no_mean(make: Callable[[]
     close(only.mixed(MIX).dense(), torch.einsum("nm,nrci->mrci", MIX, x), 1e-9)
     close(only.lengths(torch.eye(d).double().expand(x.shape[2], d, d)), x.square().sum(-1), 1e-9)
     assert torch.equal(torch.as_tensor(DenseFeatures(x.unsqueeze(0)).reached()), (x != 0).flatten(2).any(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_positions_in_half_precision_are_counted_exactly(dtype: torch.dtype) -> None:
+    """bfloat16 knows no 2999."""
+    there = torch.arange(3001).view(1, -1) > 1
+    masked = DenseFeatures(torch.ones(1, 3001, 1, 1, dtype=dtype)).only(there)
+    assert masked.moment().mean().item() == 1.0
+    assert masked.reduced("mean").dense().item() == 1.0

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.accelerate import replay
+from natgrad.accelerate import moments, replay
 from natgrad.accelerate.replay import GraphCache
+from natgrad.model import Model
+from natgrad.pullback import coupling
+from natgrad.pullback.pullback import Observer
 from natgrad.rules import RULES
 from natgrad.structures import factor_average
 from tests.accelerate.eager_graphs import EagerGraphs
@@ -184,3 +187,32 @@ def test_layers_that_no_zero_rows_can_be_appended_to_say_so() -> None:
     assert not paddable(nn.InstanceNorm2d(3, affine=True, track_running_stats=True))
     assert not paddable(nn.Embedding(3, 3), "weight")
     assert not paddable(nn.Conv2d(3, 3, 1), "bias")
+
+
+@pytest.mark.parametrize("name", ["mlp", "sequences", "convolutions", "attention", "fused attention"])
+def test_terms_that_do_not_count_are_where_graphs_find_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose numbers are not looked at: two sizes in turn, and labels of which some are ignored."""
+    structure, (build, batch) = ng.Kronecker(), CASES[name]
+    model, stand_in = seeded(lambda: made(build, batch(20))), EagerGraphs()
+    cache, metric = GraphCache[None](capture=stand_in), ng.metric_of(nn.CrossEntropyLoss(), axis=-1)
+
+    def labelled(n: int, seed: int) -> tuple[Tensor, Tensor]:
+        x, draw = batch(n), torch.Generator().manual_seed(seed)
+        labels = torch.randint(2, model(x).shape[:-1], generator=draw)
+        return x, torch.where(torch.rand(labels.shape, generator=draw) < 0.4, -100, labels)
+
+    x, labels = labelled(20, 0)
+    observer = Observer(Model.of(model), metric, ng.pullback(model, x, metric, labels).layers, None, 2**30)
+    first = structure.estimate(observer.checked(x, labels))
+    expected, found = first, first.lerp(first, 0.5)
+    for step in range(12):
+        given = labelled((20, 12)[step % 2], step)
+        expected = expected.lerp(structure.estimate(observer.checked(*given)), WEIGHT)
+        with monkeypatch.context() as gpu:
+            gpu.setattr(moments, "can_read", lambda t: False)
+            for module in (coupling, factor_average):
+                gpu.setattr(module, "is_asynchronous", lambda device: True)
+            found = structure.absorb(replace(observer.checked(*given), graph_cache=cache), found, WEIGHT)
+        for key, t in expected.tensors().items():
+            close(found.tensors()[key], t, 1e-7)
+    assert stand_in.log.count("replay") >= 12
