@@ -231,8 +231,8 @@ def _in_double(pb: Pullback) -> Pullback:
             params = {name: p.detach().double() for name, p in model.params.items()}
             moved = replace(model, params=params)
         else:
-            own = Model.of(copy.deepcopy(model.module).double())
-            moved = replace(model, function=own.function, params=own.params)
+            doubled = Model.of(copy.deepcopy(model.module).double())
+            moved = replace(model, function=doubled.function, params=own.params)
         x, target = map_tensors(pb.batch.x, double), map_tensors(pb.batch.target, double)
         new = pulled_back(moved, x, pb.metric, target, memory=pb.memory)
     except (RuntimeError, TypeError, ValueError, NatgradError):  # single precision is written into it somewhere
