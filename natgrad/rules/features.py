@@ -268,11 +268,11 @@ class DenseFeatures(Features):
 
     def only(self, counted: Tensor) -> Features:
         valid = single(counted.unsqueeze(-1).to(self.x.dtype))  # half precision cannot count
-        there = counted[..., None, None].to(self.x.dtype)
+        there = counted[..., None, None]
         if self.valid is not None:
-            return DenseFeatures(self.x * there, self.valid * valid)
+            return DenseFeatures(self.x.where(there, 0), self.valid * valid)
         one = self.x[..., :1, :] if self.x.stride(-2) == 0 else self.x  # one input for all c
-        return DenseFeatures((one * there).expand_as(self.x), valid.expand(self.x.shape[-4:-1]))
+        return DenseFeatures(one.where(there, 0).expand_as(self.x), valid.expand(self.x.shape[-4:-1]))
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return DenseFeatures(combine(self.x, -4), self.valid)
@@ -340,11 +340,16 @@ class Counted(Features):
     def dense(self) -> Tensor:
         return self._masked.dense()
 
-    def count(self, weights: Tensor | None = None) -> int | Tensor:
+    def count(self, weights: Tensor | None = None) -> Tensor:
         return (self.counted.sum() if weights is None else weights @ self.counted.to(weights).sum(1)).view(1)
 
     def moment(self) -> Moment:
-        return self.base.weighed(self._weights).moment().over(self.count())
+        base = self.base
+        if isinstance(base, (Rows, Entries)) and isinstance(base.ones, bool) and base.x.ndim == 3:
+            # Zeros are exact in every precision: half precision goes to the tensor cores as it is.
+            rows = replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0))
+            return rows.padded_moment(self.count())
+        return base.weighed(self._weights).moment().over(self.count())
 
     def squares(self) -> Moment:
         return self.base.weighed(self._weights).squares().over(self.count())

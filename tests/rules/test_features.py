@@ -179,3 +179,17 @@ def test_positions_in_half_precision_are_counted_exactly(dtype: torch.dtype) -> 
     masked = DenseFeatures(torch.ones(1, 3001, 1, 1, dtype=dtype)).only(there)
     assert masked.moment().mean().item() == 1.0
     assert masked.reduced("mean").dense().item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("kind", [Rows, Entries, lambda x, ones: DenseFeatures(x.unsqueeze(2))])
+def test_positions_that_do_not_count_may_hold_anything(
+    kind: Callable[[Tensor, bool], Features], ones: bool, dtype: torch.dtype
+) -> None:
+    x, there = normal(4, 5, 3).to(dtype), torch.arange(5) < torch.tensor([5, 0, 2, 3])[:, None]
+    dirty = torch.where(there.unsqueeze(-1), x, torch.nan)
+    found = kind(dirty, ones).only(there).moment()
+    alone = kind(x[there].unsqueeze(1), ones).moment()
+    assert torch.as_tensor(found.count).flatten()[0] == 10
+    close(found.total, alone.total, 1e-6 if dtype == torch.bfloat16 else 1e-12)
