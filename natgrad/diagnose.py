@@ -232,7 +232,7 @@ def _in_double(pb: Pullback) -> Pullback:
             moved = replace(model, params=params)
         else:
             doubled = Model.of(copy.deepcopy(model.module).double())
-            moved = replace(model, function=doubled.function, params=own.params)
+            moved = replace(model, function=doubled.function, params=doubled.params)
         x, target = map_tensors(pb.batch.x, double), map_tensors(pb.batch.target, double)
         new = pulled_back(moved, x, pb.metric, target, memory=pb.memory)
     except (RuntimeError, TypeError, ValueError, NatgradError):  # single precision is written into it somewhere
