@@ -18,6 +18,7 @@ from natgrad.families import Bernoulli as Bernoulli
 from natgrad.families import Categorical as Categorical
 from natgrad.families import Gaussian as Gaussian
 from natgrad.families import Poisson as Poisson
+from natgrad.gauss_newton import GaussNewton as GaussNewton
 from natgrad.gauss_newton import LeastSquares as LeastSquares
 from natgrad.gauss_newton import LeastSquaresResult as LeastSquaresResult
 from natgrad.gauss_newton import Residuals as Residuals
@@ -72,6 +73,7 @@ from natgrad.step import Clipping as Clipping
 from natgrad.step import Constrained as Constrained
 from natgrad.step import Fixed as Fixed
 from natgrad.step import GeodesicCorrected as GeodesicCorrected
+from natgrad.step import GeodesicSearch as GeodesicSearch
 from natgrad.step import GridSearch as GridSearch
 from natgrad.step import KLClip as KLClip
 from natgrad.step import LevenbergMarquardt as LevenbergMarquardt

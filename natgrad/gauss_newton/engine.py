@@ -23,7 +23,7 @@ from natgrad.model import check_slots
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import ResidualSpace, Step, StepContext, StepRule
-from natgrad.step.rules import LevenbergMarquardt
+from natgrad.step.line_search import GeodesicSearch
 from natgrad.structures.base import Structure
 
 Status: TypeAlias = Literal["ftol", "xtol", "gtol", "loss", "stalled", "max_steps", "seconds", "stopped"]
@@ -136,9 +136,9 @@ class LeastSquares:
     ``structure``: how J is kept. By default ``Kernel`` for fewer residuals than parameters (v = Jᵀ(JJᵀ + λ)⁻¹r, with
     JJᵀ from the inputs and cotangents of the layers), ``Dense`` otherwise (a QR of J), and ``Implicit`` with conjugate
     gradients where neither fits into ``memory``, bytes. ``Kronecker`` preconditions by K-FAC (Dangel et al. 2024).
-    ``step``: any step rule; by default ``LevenbergMarquardt``, whose steps always lower the loss and whose λ
-    (``damping`` in the first step, by default a thousandth of the mean eigenvalue of G) rises where the linear model
-    of r does not predict that. ``solver``: for ``Implicit`` and layered structures.
+    ``step``: any step rule; by default ``GeodesicSearch``, whose steps always lower the loss and whose λ rises where
+    only short steps do. It starts at ``damping``, by default a thousandth of the mean eigenvalue of G. ``solver``: for
+    ``Implicit`` and layered structures.
 
     >>> import natgrad as ng
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -171,16 +171,21 @@ class LeastSquares:
         if not 0 < lr < math.inf:
             raise ValueError(f"LeastSquares(lr=…) must be positive and finite, got {lr}")
         self.classes = classes_of(residuals, params, memory)
-        self.rule = step or LevenbergMarquardt()
+        self.rule = step or GeodesicSearch()
         self.structure, self.solver, self.memory, self.lr = structure, solver, memory, lr
         self.damping = damping
         self.steps = 0
         self.last: Step | None = None
         self._model = self.classes[0].model
         self._prefix = "net." if isinstance(params, nn.Module) else ""
-        self._velocity: Vector | None = None
+        self.velocity: Vector | None = None
         self._logger = OnceLogger()
         self.rule.admit(self._model.params)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters themselves, by name."""
+        return self._model.params
 
     @property
     def resampled(self) -> bool:
@@ -198,7 +203,7 @@ class LeastSquares:
 
     def step(self) -> Record:
         """One step from here; parameters that no step improves stay."""
-        return self._step(self.draw())[0]
+        return self._step(self.draw())
 
     def solve(
         self,
@@ -220,7 +225,8 @@ class LeastSquares:
         """
         if max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {max_steps}")
-        start, history = time.perf_counter(), list[Record]()
+        history: list[Record] = []
+        start = time.perf_counter()
         status: Status = "max_steps"
         for _ in range(max_steps):
             record = self._step(self.draw(), start)
@@ -245,8 +251,10 @@ class LeastSquares:
         if new.gradient <= gtol:
             return "gtol"
         if not new.accepted:
-            refused = [each.accepted for each in [*history, new][-_REFUSED:]]
-            return "stalled" if new.reason == "stationary" or (len(refused) == _REFUSED and not any(refused)) else None
+            if new.reason == "stationary":
+                return "ftol"
+            recent = [each.accepted for each in [*history, new][-_REFUSED:]]
+            return "stalled" if len(recent) == _REFUSED and not any(recent) else None
         if new.length <= xtol * (xtol + self._size()):
             return "xtol"
         if history and history[-1].accepted and history[-1].loss - new.loss <= ftol * history[-1].loss:
@@ -315,7 +323,7 @@ class LeastSquares:
             smooth=lambda ω: ω,
             sharp=lambda ω, λ: layout.vector(J.sharp(layout.flatten(ω), λ)),
             move=lambda v: v * -self.lr,
-            velocity=lambda: self._velocity,
+            velocity=lambda: self.velocity,
             acceleration=lambda δ: -space.solve(space.second(δ), self.damping or 0.0),
             queries=self._queries,
             loss_at=loss_at,
@@ -326,7 +334,7 @@ class LeastSquares:
             step = Step(step.displacement * 0.0, step.damping, accepted=False, reason="the step is not finite")
         if step.accepted:
             self._move(step)
-        self._velocity = step.velocity if step.accepted else None
+        self.velocity = step.velocity if step.accepted else None
         self.damping, self.last, self.steps = step.damping, step, self.steps + 1
         said = [step.reason] if step.reason else []
         if unfinished:
@@ -360,7 +368,7 @@ class LeastSquares:
     def _queries(self) -> NoReturn:
         raise IncompatibleError(
             f"{type(self.rule).__name__} asks for the divergence of outputs, and least squares has residuals: use "
-            "LevenbergMarquardt(), GridSearch(), Armijo(), Spring(), GeodesicCorrected() or Fixed()"
+            "GeodesicSearch(), LevenbergMarquardt(), GridSearch(), Armijo(), Spring() or Fixed()"
         )
 
     def _jacobian(self, pullbacks: Sequence[Pullback]) -> ResidualJacobian:

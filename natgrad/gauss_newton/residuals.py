@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import NonFiniteError
+from natgrad.linalg import check_finite
 from natgrad.model import Model, tensors_of
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.pullback import Batch, Observer, Pullback, layers_of
@@ -95,13 +96,11 @@ class ResidualClass:
     def pullback(self, points: Points) -> Pullback:
         """The residuals, as the outputs y [n *out] of a model, with the metric 1."""
         self.check(points)
-        pb = self.observer.checked(points) if points is not None else self.observer.of(Batch(self.model, None))
-        if not bool(pb.y.isfinite().all()):
-            bad = int((~pb.y.isfinite()).reshape(pb.n, -1).any(1).sum())
-            raise NonFiniteError(
-                f"the residuals {self.name!r} are NaN or infinite at {bad} of {pb.n} points where the step starts: "
-                "start from other parameters, or leave these points out"
-            )
+        try:
+            pb = self.observer.checked(points) if points is not None else self.observer.of(Batch(self.model, None))
+            check_finite(pb.y, "what the function returns")
+        except NonFiniteError as error:
+            raise NonFiniteError(f"the residuals {self.name!r} where the step starts: {error}") from error
         return pb
 
     def weight(self, n: int) -> float:

@@ -14,6 +14,7 @@ from natgrad.step.constraints import Penalty as Penalty
 from natgrad.step.geodesic import christoffel as christoffel
 from natgrad.step.geodesic import exponential as exponential
 from natgrad.step.line_search import Armijo as Armijo
+from natgrad.step.line_search import GeodesicSearch as GeodesicSearch
 from natgrad.step.line_search import GridSearch as GridSearch
 from natgrad.step.normalised import Normalised as Normalised
 from natgrad.step.polar import Polar as Polar
