@@ -39,6 +39,7 @@ from experiments.files import commit
 from experiments.images import Part
 from experiments.sobolev_cifar import paired_stats, report
 from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
+from experiments.sobolev_cifar.captured import cuda_graph
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
 from experiments.sobolev_cifar.record import Record, load_all, load_each
 from experiments.sobolev_cifar.report import draw
@@ -209,7 +210,9 @@ def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
     # The cost of a step does not depend on the learning rate: nothing need be tuned.
     arms = [ARMS[name].candidates[-1] for name in args.arms]
     for what in (BENCHMARKS[name] for name in args.datasets):
-        found = measured(arms, replace(setup, pace=Pace()), place.images(what, setup), args.rounds)
+        found = measured(
+            arms, replace(setup, pace=Pace(capture=setup.pace.capture)), place.images(what, setup), args.rounds
+        )
         path = args.results / "timing.json"
         Timing.load(path).with_measurement(found).save(path)
         print(lines(found))
@@ -237,6 +240,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=math.inf, help="the same in minutes")
     add("--enough", type=float, default=0.0, help="with --queue: no run is begun with fewer seconds left")
     add("--commit", default="", help="that the code is of, where this is no git repository")
+    add("--capture", action="store_true", help="passes as CUDA graphs, where no optimizer looks at them")
     add("--save-every", type=int, default=1, help="epochs between two states")
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
     add("--tune-epochs", type=int, default=4, help="of all candidates")
@@ -259,6 +263,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} is {value}, the number of {of}: give 1 or more")
+    if args.capture and args.device == "cpu":
+        raise SystemExit("--capture makes CUDA graphs, and --device is cpu: leave one of them out")
     if args.anew and not args.tune:
         raise SystemExit("--anew puts choices of SGD and AdamW aside to make them again: give it with --tune")
     return args
@@ -270,7 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     budget = Until(start + min(args.seconds, 60 * args.minutes))
     layout = LAYOUTS[args.layout]
     # A state of K-FAC is more than a gigabyte: the queue writes it only where it stops.
-    part, pace = Part(args.limit), Pace(args.workers, args.epochs if args.queue else args.save_every)
+    every, capture = args.epochs if args.queue else args.save_every, cuda_graph if args.capture else None
+    part, pace = Part(args.limit), Pace(args.workers, every, capture)
     trains = not (args.report or args.pack)
     made_with = (args.commit or commit()) if trains else ""
     setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace, made_with)
