@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cifar import CIFAR10, CIFAR100, Benchmark
-from experiments.sobolev_cifar import main
+from experiments.sobolev_cifar.command import main
 from tests.experiments.test_cifar import PUBLISHED, both, images, write_archive, write_folder, write_strips
 from tests.experiments.tiny import TINY
 

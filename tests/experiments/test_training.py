@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -13,10 +14,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 import natgrad as ng
-from experiments import configs
-from experiments.configs import FIFTHS, TENTHS, Config, Momentum, Schedule
 from experiments.images import Images
-from experiments.training import Job, Training
+from experiments.sobolev_cifar import arms
+from experiments.sobolev_cifar.arms import FIFTHS, TENTHS, Config, Momentum, Schedule
+from experiments.sobolev_cifar.training import Job, Training
 from tests.experiments.tiny import SETUP
 
 
@@ -61,6 +62,9 @@ class Watching(Config):
 
     def numbers(self) -> dict[str, float]:
         return {"lr": 0.5}
+
+    def at(self, numbers: Mapping[str, float]) -> Config:
+        return self
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_kfac_takes_the_steps_of_the_papers_numbers_and_of_no_others(loss: float
         model = copy.deepcopy(start)
         return torch.stack(steps(make(model), model, loss))
 
-    expected = taken(lambda model: configs.amari().optimizer(model, 0))
+    expected = taken(lambda model: arms.amari().optimizer(model, 0))
     torch.testing.assert_close(taken(written_out), expected, rtol=1e-5, atol=1e-6)
     others = [{"metric_every": 7}, {"inverse_every": 50}, *([{"clip": 0.001}] if loss > 1 else [])]
     for other in others:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import machine
-from experiments.configs import Config, Schedule
 from experiments.files import replaced
 from experiments.images import Feed, Images, Part, Scale
-from experiments.record import Name, Point, Record
+from experiments.sobolev_cifar.arms import Config, Schedule
+from experiments.sobolev_cifar.record import Name, Point, Record
 from natgrad.errors import NonFiniteError
 
 _TEST_BATCH = 1000
@@ -136,7 +136,7 @@ class Training:
         self.model = model
         self.optimizer = job.arm.optimizer(self.model, job.seed)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        scale = Scale.of(images.train)
+        scale = Scale.of(images.train).divided_by(job.arm.divisor)
         generator = torch.Generator(device=device).manual_seed(job.seed)
         self.feed = Feed.of(images.train, scale, setup.batch, generator)
         self.test, self.scale = images.test, scale
