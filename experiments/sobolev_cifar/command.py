@@ -98,38 +98,45 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
     """The runs of the protocol that are not done, in its order, for as long as the time lasts.
 
     One that time cuts short is saved in ``--out``, and is the first of the next call. A search comes before the first
-    run that needs it.
+    run that needs it. One that fails stops no other.
     """
-    images: dict[str, str] = {}  # digests; decoded once, before several processes need them
-    left = list(plan())
-    while left and budget.allows(args.enough):
-        choices = Choices.load(args.results / TUNED_FILE)
-        done = {record.name: record for record in records(args) if record.finished}
-        tasks: list[Task] = []
-        search = None
-        while left and search is None and len(tasks) < setup.pace.workers:
+    left, failed = list(plan()), []
+    try:
+        while left and budget.allows(args.enough):
+            choices = Choices.load(args.results / TUNED_FILE)
             search = _search(left[0], choices)
-            if search is None:
-                name = left.pop(0).named(choices)
-                assert name is not None
-                what = BENCHMARKS[name.dataset]
-                key = TuningKey(name.dataset, name.arm, name.schedule)
-                job = Job(what.name, SCHEDULES[name.schedule], arm(key, args.results, setup), name.seed)
-                if name in done:  # with other settings or images it is refused
-                    digest = images.setdefault(what.name, place.images(what, setup).digest)
-                    if is_done(setup.settings(job, digest), done[name]):
-                        continue
-                tasks.append(Task(job, setup, what, place))
-        if tasks:
-            perform_all(tasks, setup.pace.workers, budget)
-        elif search is not None:
-            grids = {search.arm: ARMS[search.arm].candidates}
-            _tuning(args, setup, place, [search.schedule]).tune(grids, [BENCHMARKS[search.dataset]], budget)
-            if _search(left[0], Choices.load(args.results / TUNED_FILE)) == search:
-                break  # out of time
-    report.save_runs([record for record in records(args) if record.finished], args.results)
-    missing = not_done(args)
-    print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
+            if search is not None:
+                grids = {search.arm: ARMS[search.arm].candidates}
+                _tuning(args, setup, place, [search.schedule]).tune(grids, [BENCHMARKS[search.dataset]], budget)
+                if _search(left[0], Choices.load(args.results / TUNED_FILE)) == search:
+                    break  # there is no time for the rest of it
+                continue
+            tasks: list[Task] = []
+            while left and len(tasks) < setup.pace.workers and _search(left[0], choices) is None:
+                tasks += _task(left.pop(0), choices, args, setup, place)
+            try:
+                perform_all(tasks, setup.pace.workers, budget)
+            except SystemExit as failure:
+                failed.append(f"{failure}")
+    finally:
+        report.save_runs([record for record in records(args) if record.finished], args.results)
+        missing = not_done(args)
+        print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def _task(run: Planned, choices: Choices, args: argparse.Namespace, setup: Setup, place: Place) -> list[Task]:
+    """A run, if it is not done."""
+    name = run.named(choices)
+    assert name is not None
+    what, key = BENCHMARKS[name.dataset], TuningKey(name.dataset, name.arm, name.schedule)
+    job = Job(what.name, SCHEDULES[name.schedule], arm(key, args.results, setup), name.seed)
+    done = next((record for record in records(args) if record.name == name and record.finished), None)
+    # The images of runs that are done need not be here: those of the record are taken for the same.
+    if done is not None and is_done(setup.settings(job, done.settings.get("images", "")), done):
+        return []
+    return [Task(job, setup, what, place)]
 
 
 def _search(run: Planned, choices: Choices) -> TuningKey | None:
