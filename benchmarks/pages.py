@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import curves
+from benchmarks.race_models import TUNE, tasks
+from benchmarks.races import HEAD, Records
+from benchmarks.races import rows as race_rows
 from benchmarks.report import claim_table, ratio_table
 from experiments import powers
 from experiments.regression_record import tables as regression_tables
@@ -111,6 +114,58 @@ def training(name: str) -> str:
     return curves.markdown(curves.Record.load(ROOT / "benchmarks" / "results" / f"{name}.json"))
 
 
+NAMES_OF_RACERS = {
+    "sgd": "SGD",
+    "adamw": "AdamW",
+    "muon": "torch's Muon",
+    "ng-muon": "Muon, `ng.Muon`",
+    "soap": "SOAP, reference",
+    "ng-soap": "SOAP, `ng.SOAP`",
+    "kl-shampoo": "KL-Shampoo, reference",
+    "natural": "**`ng.Natural`**",
+    "natural-polar-quarter": "`ng.Natural(power=0.25, polar=True)`",
+}
+RACES = {
+    "decoder": "Decoder 6 × 384 on the bytes of WikiText-2, nats a byte",
+    "decoder-large": "Decoder 12 × 768 on the bytes of WikiText-2, nats a byte",
+    "lstm": "LSTM 2 × 512 on the bytes of WikiText-2, nats a byte",
+    "vit": "ViT-small on CIFAR-10",
+    "resnet18": "ResNet-18 on CIFAR-10",
+    "autoencoder": "Deep auto-encoder on MNIST, nats an image",
+    "uci": "MLP on 288 sparse features of the UCI protein set, half the squared error",
+}
+
+
+def races(folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
+    """A table of every race that has final runs, and the names of those that have none yet."""
+    records, parts, missing = Records.load(folder), [], []
+    for name, task in tasks().items():
+        found = list(race_rows(records, task))
+        if not found:
+            missing.append(RACES[name])
+            continue
+        columns = [0, 1, 2, 3, 5, 6, *([7, 8] if task.score_name == "accuracy" else []), 9, 11]
+        head = [HEAD[c] for c in columns]
+        lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
+        table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))
+        parts.append(f"{RACES[name]}, {task.steps} steps:\n\n{table}")
+    if missing:
+        parts.append("Not yet run to the end: " + "; ".join(missing) + ".")
+    return "\n\n".join(parts)
+
+
+def ablation(name: str = "decoder", folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
+    """The best tuning run of every contender of a task with the whole schedule, best first."""
+    task = tasks()[name]
+    best: dict[str, Any] = {}
+    for record in sorted(Records.load(folder).of(name, TUNE, steps=task.steps), key=lambda r: r.final):
+        best.setdefault(record.run.optimizer, record)
+    lines = ["| optimizer | loss | learning rate |", "| --- | --- | --- |"]
+    for contender, r in best.items():
+        lines.append(f"| {NAMES_OF_RACERS.get(contender, contender)} | {r.final:.3f} | {r.run.lr:g} |")
+    return "\n".join(lines)
+
+
 def vi_table() -> str:
     """Time to a bound on the evidence, over Adam and GPyTorch."""
     lines = [
@@ -177,7 +232,7 @@ def online_table() -> str:
 NAMES: dict[str, Any] = {"powers": powers} | {
     function.__name__: function
     for function in (
-        *(results, machine, ratios, section, claims, ratio, claim, span, training, vi_table),
+        *(results, machine, ratios, section, claims, ratio, claim, span, training, races, ablation, vi_table),
         *(cifar_table, end, pair, difference, epochs_to, regression_table, online_table),
     )
 }

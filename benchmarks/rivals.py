@@ -40,13 +40,14 @@ Make = Callable[[nn.Module, float, float, Task], Stepper]
 class Contender:
     """An optimizer: how to make it, where the search for its learning rate starts, and its weight decays.
 
-    ``kinds``: the kinds of tasks it runs on; None is all.
+    ``kinds``: the kinds of tasks it runs on; None is all. ``hooks``: whether it looks into the passes.
     """
 
     make: Make
     lr: float
     weight_decays: tuple[float, ...] = (0.1, 0.01)
     kinds: tuple[str, ...] | None = None
+    hooks: bool = False
 
 
 # Matrices and the rest of the parameters.
@@ -368,9 +369,13 @@ def _natural(
     momentum: float = 0.95,
     fit: Literal["mean", "kl"] = "kl",
     polar: bool = False,
-    inverse_every: int = 10,
+    inverse_every: int = 25,
+    epsilon: float = 0.01,
+    rms: float = 0.2,
+    decay: float = 0.95,
+    metric_every: int = 1,
 ) -> Make:
-    """``ng.Natural`` with the second moment of the gradients."""
+    """``ng.Natural`` with the second moment of the gradients; the defaults are its own."""
 
     def make(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
         return ng.Natural(
@@ -382,6 +387,10 @@ def _natural(
             fit=fit,
             polar=polar,
             inverse_every=inverse_every,
+            damping=ng.Relative(epsilon),
+            rms=rms,
+            decay=decay,
+            metric_every=metric_every,
             groups=_head(model, task),
         )
 
@@ -426,25 +435,37 @@ VISION = ("image",)
 CONTENDERS: dict[str, Contender] = {
     "sgd": Contender(_sgd, 0.05, (5e-4, 5e-3), VISION),
     "adamw": Contender(_adamw, 1e-3),
-    "muon": Contender(_muon("match_rms_adamw", 1.0), 4e-3),
+    "muon": Contender(_muon("match_rms_adamw", 1.0), 3e-3),
     "soap": Contender(_soap, 2e-3),
     "kl-shampoo": Contender(_kl_shampoo((0.9, 0.98)), 2e-3),
-    "natural": Contender(_natural(), 4e-3),
-    # Variants, run when they are named.
-    "natural-75": Contender(_natural(power=0.75), 4e-3),
-    "natural-90": Contender(_natural(momentum=0.9), 4e-3),
-    "natural-mean": Contender(_natural(fit="mean"), 4e-3),
-    "natural-polar": Contender(_natural(polar=True), 4e-3),
-    "natural-polar-quarter": Contender(_natural(power=0.25, polar=True), 4e-3),
-    "natural-every-25": Contender(_natural(inverse_every=25), 4e-3),
-    "natural-polar-quarter-every-25": Contender(_natural(power=0.25, polar=True, inverse_every=25), 4e-3),
-    "natural-fisher": Contender(_natural_fisher(0.75, 0.9), 4e-3),
-    "natural-own": Contender(_natural_own, 4e-3),
-    "ng-muon": Contender(_ng_muon, 4e-3),
+    "natural": Contender(_natural(), 3e-3),
+    # Variants, run when they are named: each differs from "natural" by what its name says.
+    "natural-power-25": Contender(_natural(power=0.25), 3e-3),
+    "natural-power-375": Contender(_natural(power=0.375), 3e-3),
+    "natural-power-75": Contender(_natural(power=0.75), 3e-3),
+    "natural-momentum-90": Contender(_natural(momentum=0.9), 3e-3),
+    "natural-mean": Contender(_natural(fit="mean"), 3e-3),
+    "natural-polar": Contender(_natural(polar=True), 3e-3),
+    "natural-polar-quarter": Contender(_natural(power=0.25, polar=True), 3e-3),
+    "natural-damping-1": Contender(_natural(epsilon=0.1), 3e-3),
+    "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
+    "natural-decay-98": Contender(_natural(decay=0.98), 3e-3),
+    "natural-decay-90": Contender(_natural(decay=0.9), 3e-3),
+    "natural-metric-every-2": Contender(_natural(decay=0.9, metric_every=2), 3e-3),
+    "natural-rms-40": Contender(_natural(rms=0.4), 1.5e-3),
+    "natural-rms-10": Contender(_natural(rms=0.1), 3e-3),
+    "natural-every-10": Contender(_natural(inverse_every=10), 3e-3),
+    "natural-every-50": Contender(_natural(inverse_every=50), 3e-3),
+    "natural-every-100": Contender(_natural(inverse_every=100), 3e-3),
+    "natural-polar-every-10": Contender(_natural(polar=True, inverse_every=10), 3e-3),
+    "natural-polar-quarter-every-10": Contender(_natural(power=0.25, polar=True, inverse_every=10), 3e-3),
+    "natural-fisher": Contender(_natural_fisher(0.75, 0.9), 3e-3, hooks=True),
+    "natural-own": Contender(_natural_own, 3e-3, hooks=True),
+    "ng-muon": Contender(_ng_muon, 3e-3),
     "ng-soap": Contender(_ng_soap, 2e-3),
-    "ng-shampoo": Contender(_ng_shampoo, 4e-3),
+    "ng-shampoo": Contender(_ng_shampoo, 3e-3),
     "muon-original": Contender(_muon("original", 10.0), 2e-3),
     "kl-shampoo-95": Contender(_kl_shampoo((0.95, 0.95)), 2e-3),
-    "kfac": Contender(_kfac, 0.1, (0.0, 0.01)),
+    "kfac": Contender(_kfac, 0.1, (0.0, 0.01), hooks=True),
 }
 RIVALS = ("sgd", "adamw", "muon", "soap", "kl-shampoo")

@@ -326,6 +326,55 @@ def newton(
     return x, decrement
 
 
+@final
+@dataclass(frozen=True)
+class TriangularLeastSquares:
+    """min ‖Jp + r‖² for J [* m n] and r [* m], as ‖Rp + z‖² plus a constant, with the QR factors of J = QR and z = Qᵀr.
+
+    JᵀJ, whose condition number is that of J squared, is formed nowhere (Björck 1996). R [* k n] and z [* k] have
+    k = min(m, n) rows, so that any number of damped steps costs n³ each, whatever m is. More unknowns than residuals
+    and columns of zeros need damping, and nothing else.
+
+    >>> J, r = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]), torch.tensor([-2.0, -4.0, 5.0])
+    >>> TriangularLeastSquares.of(J, r).damped(torch.full((2,), 1e-3)).step  # of all minima, nearly the shortest
+    tensor([1.5000, 1.5000])
+    """
+
+    R: Tensor
+    z: Tensor
+
+    @staticmethod
+    def of(J: Tensor, r: Tensor) -> TriangularLeastSquares:
+        """One QR of [J r]: its last column is z, so that Q is not formed either."""
+        triangle = torch.linalg.qr(torch.cat([J, r.unsqueeze(-1)], -1), mode="r").R
+        k = min(J.shape[-2:])
+        return TriangularLeastSquares(triangle[..., :k, :-1], triangle[..., :k, -1])
+
+    def damped(self, d: Tensor) -> DampedStep:
+        """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""
+        below = torch.nn.functional.pad(torch.diag_embed(d), (0, 1))
+        both = torch.cat([torch.cat([self.R, self.z.unsqueeze(-1)], -1), below.expand(*self.z.shape[:-1], -1, -1)], -2)
+        triangle = torch.linalg.qr(both, mode="r").R
+        n = d.shape[-1]
+        T, y = triangle[..., :n, :n], triangle[..., :n, n:]
+        return DampedStep(-torch.linalg.solve_triangular(T, y, upper=True).squeeze(-1), T, y.squeeze(-1))
+
+    def decrease(self, p: Tensor) -> Tensor:
+        """½‖r‖² − ½‖Jp + r‖² [*], what a step p is predicted to gain."""
+        Jp = (self.R @ p.unsqueeze(-1)).squeeze(-1)
+        return -(Jp * (self.z + 0.5 * Jp)).sum(-1)
+
+
+@final
+@dataclass(frozen=True)
+class DampedStep:
+    """p = −T⁻¹y [* n], where TᵀT = JᵀJ + diag(d²), and Tᵀy = Jᵀr; ‖y‖² = ‖r‖² less what the damped minimum leaves."""
+
+    step: Tensor
+    triangle: Tensor
+    y: Tensor
+
+
 def check_damping(damping: Damping, dtype: torch.dtype = torch.float64, *, relative: bool = True) -> None:
     """Damping is a non-negative number, and one that a metric of this precision can be added to; or it is relative."""
     if isinstance(damping, Relative):

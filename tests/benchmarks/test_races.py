@@ -211,7 +211,7 @@ def test_a_search_follows_the_loss_and_keeps_to_its_tries(tmp_path: Path, monkey
 
     monkeypatch.setattr(races, "train", fake)
     task = replace(TASKS["tiny-uci"], data=lambda *_: race_models.Data(None, [], 1))  # type: ignore[arg-type]
-    for optimizer in ("adamw", "muon"):
+    for optimizer in ("adamw", "soap"):
         race = races.Race(races.Records(tmp_path / optimizer), tmp_path, CPU, races.Clock(1))
         races.screen(race, task, optimizer, 8)
         assert len(race.records.by_run) <= 8

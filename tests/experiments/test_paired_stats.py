@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from experiments import paired_stats, report
-from experiments.paired_stats import Paired
-from experiments.record import Name, Point, Record
+from experiments.sobolev_cifar import paired_stats, report
+from experiments.sobolev_cifar.paired_stats import Paired
+from experiments.sobolev_cifar.record import Name, Point, Record
 from tests.experiments.tiny import MACHINE, SIZES, write_timing
 
 

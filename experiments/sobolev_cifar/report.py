@@ -9,18 +9,11 @@ from pathlib import Path
 from typing import Any, final
 
 from experiments.files import write_json
-from experiments.record import Point, Record
-from experiments.timing import Timing
+from experiments.sobolev_cifar.arms import ARMS
+from experiments.sobolev_cifar.record import Point, Record
+from experiments.sobolev_cifar.timing import Timing
 
-TITLES = {
-    "amari": "K-FAC (Amari)",
-    "sobolev": "Sobolev K-FAC",
-    "independent": "Sobolev K-FAC, independent samples",
-    "amari_exact": "K-FAC (Amari), exact damping",
-    "sobolev_exact": "Sobolev K-FAC, exact damping",
-    "sgd": "SGD with momentum, tuned",
-    "adamw": "AdamW, tuned",
-}
+TITLES = {name: arm.title for name, arm in ARMS.items()}
 ORDER = tuple(TITLES)
 # The schedule of each in figures 1 and 2 of Bai, Rosenberg and Xu (2022).
 PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths"}
@@ -154,10 +147,15 @@ def table(found: Sequence[Group]) -> str:
     return "\n".join([head, "|" + " --- |" * 9, *(group.row() for group in found)])
 
 
+def save_runs(records: Sequence[Record], results: Path) -> None:
+    """``runs.json``: all curves."""
+    write_json(results / "runs.json", [record.columns() for record in records])
+
+
 def save(records: Sequence[Record], results: Path) -> list[Group]:
     """``runs.json``, ``summary.json`` and ``table.md``."""
     found = groups(records, results / "timing.json")
-    write_json(results / "runs.json", [record.columns() for record in records])
+    save_runs(records, results)
     summary: dict[str, Any] = {"machine": records[0].machine if records else {}}
     summary["commits"] = sorted({commit for record in records for commit in record.commits})
     for group in found:

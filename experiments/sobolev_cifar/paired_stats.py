@@ -17,8 +17,8 @@ from typing import Any, final
 from scipy import stats
 
 from experiments.files import write_json
-from experiments.record import Point, Record
-from experiments.report import ORDER, PAPER, TITLES, Group, before_decay
+from experiments.sobolev_cifar.record import Point, Record
+from experiments.sobolev_cifar.report import ORDER, PAPER, TITLES, Group, before_decay
 
 # Pairs (first, second) whose difference is taken.
 _METRICS = (("sobolev", "amari"), ("independent", "amari"), ("sobolev", "independent"))
