@@ -393,4 +393,4 @@ class LeastSquares:
         return {name: p.detach() for name, p in self._model.params.items()}
 
     def _size(self) -> float:
-        return float(torch.cat([p.flatten() for p in self._point().values()]).norm())
+        return float(Vector(self._point()).flatten().norm())

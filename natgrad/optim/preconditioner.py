@@ -65,7 +65,7 @@ class Preconditioner:
         """
         if self.freshness is not None:
             self.freshness.read(step)
-        inverse, freshness = self.inverse, copy.copy(self.freshness)
+        inverse, freshness = self.inverse, self.freshness and copy.copy(self.freshness)
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
         if inverse is not None and inverse.remembers:
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used

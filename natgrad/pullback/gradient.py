@@ -173,7 +173,7 @@ def stream_gradient(
     else:
         # Where the factors lie tells which matrices they are of.
         key = "gradient", inputs_only, sink.address_key, None if nearest is None else nearest.address_key
-        sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True)
+        sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True, shaped=True)
 
 
 def squared_gradients(sample: GradientSample, blocks: Sequence[Block], bases: Sequence[Rotations]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -37,7 +38,7 @@ class NearestProduct:
     halves: Mapping[tuple[str, ...], tuple[SymFactor, SymFactor]]  # S^-½ and A^-½ by the parameters of a layer
     dtype: torch.dtype  # of the factors
 
-    @property
+    @cached_property
     def address_key(self) -> Hashable:
         """Where captured kernels read."""
         return tuple((names, *(t.data_ptr() for t in pair)) for names, pair in self.halves.items())

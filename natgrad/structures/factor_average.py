@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import final
 
 from torch import Tensor
@@ -27,8 +28,11 @@ class FactorAverage(FactorSink):
     def __init__(self, average: LayerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
-        self._averages = PendingAverages([t for side in average.averaged_letters.values() for t in side])
         self._group_weights: dict[int, Tensor] = {}
+
+    @cached_property
+    def _averages(self) -> PendingAverages:  # not made where captured kernels are replayed
+        return PendingAverages([t for side in self.average.averaged_letters.values() for t in side])
 
     @property
     def weight(self) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Literal, TypeAlias, cast, final
 
 import torch
@@ -220,11 +220,7 @@ class Kronecker(Layered):
             raise IncompatibleError(
                 'Kronecker(fit="kl") weighs every example by itself, and this metric couples them: use fit="mean"'
             )
-        if not isinstance(average, KroneckerOperator):
-            return NearestProduct({}, torch.float32)
-        pairs = zip(average.blocks, average.halves, strict=False)
-        halves = {block.names: pair for block, pair in pairs if pair is not None}
-        return NearestProduct(halves, average.layout.dtype)
+        return average.nearest if isinstance(average, KroneckerOperator) else NearestProduct({}, torch.float32)
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
@@ -267,9 +263,10 @@ class Kronecker(Layered):
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
-        sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        nearest, inputs_only = self.nearest(average), self._inputs_only
-        stream_gradient(sample, split.used, self.shapes, sink, nearest, inputs_only=inputs_only)
+        numbers = [b for b, block in enumerate(split.blocks) if block.names[0] not in split.unseen]
+        used, nearest, inputs_only = [split.blocks[b] for b in numbers], self.nearest(average), self._inputs_only
+        sink = FactorAverage(average, numbers, weight)
+        stream_gradient(sample, used, self.shapes, sink, nearest, inputs_only=inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def check_backward(self) -> None:
@@ -443,6 +440,13 @@ class KroneckerOperator(LayerOperator):
             if pair is not None and block.names[0] not in self.unseen:
                 out |= {f"{block.names[0]}/{letter}": tuple(t.shape) for letter, t in zip(HALVES, (s, a), strict=True)}
         return out
+
+    @cached_property
+    def nearest(self) -> NearestProduct:
+        """The fit in KL divergence with its inverses."""
+        pairs = zip(self.blocks, self.halves, strict=False)
+        halves = {block.names: pair for block, pair in pairs if pair is not None}
+        return NearestProduct(halves, self.layout.dtype)
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
