@@ -227,18 +227,17 @@ class LeastSquares:
             raise ValueError(f"max_steps must be at least 1, got {max_steps}")
         history: list[Record] = []
         start = time.perf_counter()
-        status: Status = "max_steps"
-        for _ in range(max_steps):
+        status: Status | None = None
+        while status is None:
             record = self._step(self.draw(), start)
-            found = self._stopped(record, history, loss, ftol, xtol, gtol)
+            status = self._stopped(record, history, loss, ftol, xtol, gtol)
             history.append(record)
             if callback is not None and callback(record) is True:
-                found = found or "stopped"
-            if found is None and seconds is not None and time.perf_counter() - start >= seconds:
-                found = "seconds"
-            if found is not None:
-                status = found
-                break
+                status = status or "stopped"
+            if status is None and seconds is not None and time.perf_counter() - start >= seconds:
+                status = "seconds"
+            if status is None and len(history) == max_steps:
+                status = "max_steps"
         return self._result(status, history, time.perf_counter() - start)
 
     def _stopped(
@@ -349,7 +348,7 @@ class LeastSquares:
             damping=step.damping,
             accepted=step.accepted,
             reason="; ".join(said),
-            classes={each.name: 0.5 * float(part.sum()) for each, part in zip(self.classes, losses, strict=True)},
+            classes={each.name: 0.5 * float(share.sum()) for each, share in zip(self.classes, losses, strict=True)},
         )
 
     @torch.no_grad()
@@ -382,12 +381,12 @@ class LeastSquares:
         self, params: Mapping[str, Tensor], points: Sequence[Points], unfinished: set[str] | None = None
     ) -> Tensor:
         """r [m] at other parameters; the names of classes that are not finite there are added to ``unfinished``."""
-        parts = [each.at(params, x) for each, x in zip(self.classes, points, strict=True)]
+        by_class = [each.at(params, x) for each, x in zip(self.classes, points, strict=True)]
         if unfinished is not None:
             unfinished |= {
-                each.name for each, r in zip(self.classes, parts, strict=True) if not bool(r.isfinite().all())
+                each.name for each, r in zip(self.classes, by_class, strict=True) if not bool(r.isfinite().all())
             }
-        return torch.cat(parts)
+        return torch.cat(by_class)
 
     def _point(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._model.params.items()}

@@ -147,8 +147,8 @@ class DenseJacobian(ResidualJacobian):
         p = R.shape[1]
         if damping == 0:
             U, s, V = torch.linalg.svd(R, full_matrices=False)
-            kept = s > max(self.matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
-            return V.T @ (torch.where(kept, (U.T @ (t @ Q)) / torch.where(kept, s, 1.0), 0.0))
+            regular = s > max(self.matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
+            return V.T @ (torch.where(regular, (U.T @ (t @ Q)) / torch.where(regular, s, 1.0), 0.0))
         damped = torch.cat([R, math.sqrt(damping) * torch.eye(p, dtype=R.dtype, device=R.device)])
         inner, triangle = torch.linalg.qr(damped)
         right = inner[: len(R)].T @ (t @ Q)
@@ -167,7 +167,7 @@ class StructuredJacobian(ResidualJacobian):
     """J by products, and (Ĝ + λ)⁻¹ of another structure Ĝ: ``Implicit`` by ``CG``, Kronecker factors by Cholesky."""
 
     exact: ImplicitOperator
-    kept: Operator  # Ĝ over ``total``
+    approximate: Operator  # Ĝ over ``total``
     total: float  # the sum of the weights
     solver: Solver
     _inverses: dict[float, Inverse] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class StructuredJacobian(ResidualJacobian):
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         if damping not in self._inverses:
             self._inverses.clear()
-            self._inverses[damping] = self.solver.init(self.kept, damping / self.total)
+            self._inverses[damping] = self.solver.init(self.approximate, damping / self.total)
         return self._inverses[damping].solve(ω / self.total)
 
     def singular_values(self) -> None:
@@ -203,13 +203,13 @@ def jacobian_of(
         kernels = tuple(Kernel().estimate(pb) for pb in pullbacks)
         rows = RowStack(layout, kernels, tuple(map(math.sqrt, weights)))
         return KernelJacobian(rows) if isinstance(structure, Kernel) else DenseJacobian(rows)
-    parts = [Implicit().estimate(pb) for pb in pullbacks]
-    terms = tuple((w * c, pb, linear) for part, w in zip(parts, weights, strict=True) for c, pb, linear in part.terms)
+    pairs = zip(pullbacks, weights, strict=True)
+    terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
     exact = ImplicitOperator(layout, terms)
     if isinstance(structure, Implicit):
         return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
-    kept = averaged([structure.estimate(pb) for pb in pullbacks], weights)
-    return StructuredJacobian(exact, kept, sum(weights), solver or Cholesky())
+    approximate = averaged([structure.estimate(pb) for pb in pullbacks], weights)
+    return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
 
 
 def chosen(pullbacks: Sequence[Pullback], memory: int) -> Structure:

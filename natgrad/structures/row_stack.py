@@ -51,8 +51,8 @@ class RowStack(Operator):
 
     def pull_root(self, t: Tensor) -> Tensor:
         """Rᵀ t [p]."""
-        parts = zip(self.kernels, self.scales, t.split(self.sizes), strict=True)
-        pulled = [kernel.pull(scale * part.view(kernel.factors[0].g.shape[:2])) for kernel, scale, part in parts]
+        pairs = zip(self.kernels, self.scales, t.split(self.sizes), strict=True)
+        pulled = [kernel.pull(scale * t_c.view(kernel.factors[0].g.shape[:2])) for kernel, scale, t_c in pairs]
         return pulled[0] if len(pulled) == 1 else torch.stack(pulled).sum(0)
 
     def gram(self) -> Tensor:
