@@ -21,7 +21,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import in_transform, is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
-from natgrad.accelerate.roots import STACKS, by_eigenvalues, inverse_powers, suited_precision
+from natgrad.accelerate.roots import NOISE, STACKS, by_eigenvalues, inverse_powers, products_in, suited_precision
 from natgrad.errors import FactorisationError, SingularMetricError
 
 SymFactor: TypeAlias = Tensor  # symmetric matrices [c d d], or only their diagonals [c d]
@@ -35,7 +35,7 @@ _CAPTURED = 2048  # rows, from which the kernels take longer than their launches
 _ROOT = 2048  # rows, from which triangular solves on a CPU are as fast as products with an inverse
 _NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
 _ROOTS_BATCHED = 2048  # rows, as above, for roots by products on a GPU, which one matrix leaves half idle
-_ROOTS_BYTES = 2**27
+_ROOTS_BYTES = 2**28
 _ROOT_ERROR = 0.1  # the largest residual of a root that is used
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
@@ -631,12 +631,14 @@ def _roots(
         [power, 0.5] if whitens and power != 0.5 else [power],
         shift=shifts,
         condition=1e6 if epsilon is None else c * d / epsilon + 1,
+        error=None if wait else NOISE,
         precision="single" if wait else suited_precision(d),
     )
     good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]
     if not whitens:
         return inverses, None, good
-    trace = (torch.bmm(M[:, :d, :d], root) * root).sum((1, 2), keepdim=True)
+    with products_in("single" if wait else suited_precision(d), M.device) as (_, product):
+        trace = product(M[:, :d, :d], root).mul_(root).sum((1, 2), keepdim=True)
     return inverses, root * _whitening_scale(trace, d), good
 
 
