@@ -203,15 +203,15 @@ def inverse_powers(
     with full_precision(A.device):
         M, scale, least, good = _damped(A, shift)
         if by_eigenvalues(A, powers, method):
-            unscaled, residual = _by_eigenvalues(M, [float(power) for power in powers], least)
+            unscaled, residual = _by_eigenvalues(M, [float(power) for power in powers], least, good)
         else:
             worst = max(1.0, min(condition, float(_MOST)))
             error = error or (1e-12 if M.dtype == torch.float64 else 1e-6)
             unscaled, residual = _by_products(M, [_dyadic(power) for power in powers], worst, error, precision)
     out = [X.mul_(scale.pow(-float(power))[:, None, None]) for X, power in zip(unscaled, powers, strict=True)]
     for X in out:
-        good = good & torch.linalg.vector_norm(X, math.inf, dim=(1, 2)).isfinite()
-    return out, torch.where(good & residual.isfinite(), residual, math.inf)
+        good = good & (torch.linalg.vector_norm(X, math.inf, dim=(1, 2)) < math.inf)
+    return out, torch.where(good & (residual < math.inf), residual, math.inf)
 
 
 def root_flops(n: int, powers: Sequence[float], device: torch.device, condition: float = 1e6) -> int:
@@ -296,36 +296,35 @@ def _dyadic(power: float | Fraction) -> Fraction:
 
 
 def _damped(A: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """M = (A + λ)/s with norm 1 [b n n], the scale s [b], λ/s [b], and whether A is finite [b].
+    """M = (A + λ)/s [b n n] of entries that are at most 1, the scale s [b], λ/s [b], and whether A is finite [b].
 
-    Matrices of zeros, or with NaN or infinity, become 1.
+    Matrices of zeros become 1.
     """
     M = A.float() if A.dtype in (torch.float16, torch.bfloat16) else A
-    largest = M.abs().amax((1, 2))
-    largest = largest if shift is None else largest + shift
-    good = largest.isfinite()
-    usable = good & (largest > 0)
-    largest = torch.where(usable, largest, 1.0)
-    M = torch.where(usable[:, None, None], M / largest[:, None, None], 0.0)
-    least = torch.zeros_like(largest) if shift is None else torch.where(usable, shift / largest, 0.0)
-    M.diagonal(dim1=1, dim2=2).add_(torch.where(usable, least, 1.0).to(M.dtype).unsqueeze(1))
-    norm = torch.linalg.matrix_norm(M)
-    return M / norm[:, None, None], largest * norm, least / norm, good
+    scale = torch.linalg.vector_norm(M, math.inf, dim=(1, 2))
+    scale = scale if shift is None else scale + shift
+    zero = (scale == 0).to(scale.dtype)
+    scale = scale + zero
+    least = (zero if shift is None else zero + shift) / scale
+    M = M / scale[:, None, None]
+    M.diagonal(dim1=1, dim2=2).add_(least.to(M.dtype).unsqueeze(1))
+    return M, scale, least, scale < math.inf
 
 
-def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor) -> tuple[list[Tensor], Tensor]:
+def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor, good: Tensor) -> tuple[list[Tensor], Tensor]:
     """V w⁻ᵖ Vᵀ. Eigenvalues are at ``least`` [b] the damping, whatever rounding has made of them."""
+    M = torch.where(good[:, None, None], M, 0.0)  # of NaN there are no eigenvalues
     values, vectors = spectrum(M)
     values = torch.maximum(values, least.unsqueeze(1))
     root = (vectors * values.rsqrt().unsqueeze(1)) @ vectors.mT
     out = [(vectors * values.pow(-power).unsqueeze(1)) @ vectors.mT for power in powers]
-    return out, _residual(M, root, 1)
+    return out, _residual(M, root, 1, 1.0)
 
 
 def _by_products(
     M: Tensor, powers: Sequence[Fraction], condition: float, error: float, precision: Precision
 ) -> tuple[list[Tensor], Tensor]:
-    """M⁻ᵖ of matrices with norm 1, and the largest residual of the roots M^-(1/2ʲ) that they are products of.
+    """M⁻ᵖ of matrices of numbers up to 1, and the largest residual of the roots M^-(1/2ʲ) that they are products of.
 
     Y, T and squares are held ``_UNIT`` times as large as they are.
     """
@@ -352,9 +351,8 @@ def _by_products(
             for j in others:
                 X = good(X, roots[j])
             out.append(torch.add(X, X.mT).mul_(0.5 * bound.pow(-float(power))))
-    M.div_(_UNIT)
-    residuals = [M.new_zeros(len(M)), *(_residual(M, Z, 2 ** (j - 1)) for j, Z in roots.items())]
-    return out, torch.stack(residuals).amax(0)
+    residuals = [_residual(M, Z, 2 ** (j - 1), _UNIT) for j, Z in roots.items()] or [M.new_zeros(len(M))]
+    return out, residuals[0] if len(residuals) == 1 else torch.stack(residuals).amax(0)
 
 
 def _roots_of(power: Fraction, depth: int) -> list[int]:
@@ -409,15 +407,15 @@ def _near_one(T: Tensor, coefficients: Coefficients, product: Product) -> tuple[
     return d0, product(G, square).add_(T, alpha=d1)
 
 
-def _residual(M: Tensor, root: Tensor, power: int) -> Tensor:
-    """‖1 − Zᵏ M Zᵏ‖_F/√n [b], with k the power: exact for small matrices, else from products with signs."""
+def _residual(M: Tensor, root: Tensor, power: int, unit: float) -> Tensor:
+    """‖1 − Zᵏ M Zᵏ‖_F/√n [b], of M over the unit, with k the power: exact for small M, else by products with signs."""
     n, probes = M.shape[-1], min(M.shape[-1], _PROBES)
     few = torch.eye(n, dtype=M.dtype, device=M.device) if n == probes else signs(n, M.dtype, M.device, probes)
     X = few = few.expand(len(M), -1, -1)
     with products_in("single", M.device) as (product, _):
         for factor in (*[root] * power, M, *[root] * power):
             X = product(factor, X)
-    return torch.linalg.matrix_norm(X - few) / math.sqrt(n if n == probes else n * probes)
+    return torch.linalg.matrix_norm(X.sub_(few, alpha=unit)) / (unit * math.sqrt(n if n == probes else n * probes))
 
 
 # Polar factors.
