@@ -96,12 +96,19 @@ class Jet:
         return self._shifted(value.squeeze(0)), first, rest[0].squeeze(0) if rest else None
 
     def whole(self, c: int | None = None) -> Tensor:
-        """All channels with the shift added; ``c``: so many, the last one zero where L is by its form."""
-        z = self.channels
+        """All channels with the shift added, once; ``c``: so many, the last one zero where L is by its form."""
         if self.shift is not None:
-            value, rest = z.split([1, z.shape[0] - 1])
-            z = torch.cat([self._shifted(value), rest])
+            value, rest = self.channels.split([1, self.channels.shape[0] - 1])
+            self.channels, self.shift = torch.cat([self._shifted(value), rest]), None
+        z = self.channels
         return z if c in (None, z.shape[0]) else torch.cat([z, torch.zeros_like(z[:1])])
+
+    def homogeneous(self) -> Tensor:
+        """1 for the value and 0 for derivatives, [c *shape 1] without the last axis: what a bias is multiplied with."""
+        z = self.channels
+        value = z.new_zeros(z.shape[0], *[1] * self.ndim)
+        value[0] = 1
+        return value.expand(*z.shape[:-1], 1)
 
     def _shifted(self, value: Tensor) -> Tensor:
         return value if self.shift is None else value + self.shift

@@ -297,3 +297,120 @@ def test_bad_input() -> None:
         ng.pde.laplacian(net, x, diffusion=torch.ones(2))
     with pytest.raises(ValueError, match="as many outputs as coordinates: the model returns 2 for points of 3"):
         ng.pde.divergence(net, x)
+
+
+# Metrics through the operator.
+
+
+class Residual(nn.Module):
+    """r(x) = Δu + u ∂₀u, or Δu alone."""
+
+    def __init__(self, net: nn.Module, *, only_laplacian: bool = False) -> None:
+        super().__init__()
+        self.net, self.only_laplacian = net, only_laplacian
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = ng.pde.derivatives(self.net, x)
+        return u.laplacian if self.only_laplacian else u.laplacian + u.value * u.d(0)
+
+
+def jacobian(model: Residual, x: Tensor) -> Tensor:
+    """J [n P] of a residual with one output, by nested automatic differentiation."""
+    net = model.net
+
+    def r(params: dict[str, Tensor], point: Tensor) -> Tensor:
+        def u(point: Tensor) -> Tensor:
+            return functional_call(net, params, (point,)).squeeze(-1)
+
+        laplacian = jacrev(jacrev(u))(point).trace()
+        return laplacian if model.only_laplacian else laplacian + u(point) * jacrev(u)(point)[0]
+
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    J = vmap(jacrev(r), (None, 0))(params, x)
+    return torch.cat([J[name].flatten(1) for name in params], 1)
+
+
+def layers_of(net: nn.Sequential, x: Tensor, only_laplacian: bool) -> list[tuple[Tensor, Tensor]]:
+    """a [n c i] and g [n c o] of the linear layers of a tanh network: value, d derivatives and Laplacian, by hand."""
+    n, d = x.shape
+    a = torch.cat([x[:, None], torch.eye(d).double().expand(n, d, d), torch.zeros(n, 1, d).double()], 1)
+    inputs, outputs = list[Tensor](), list[Tensor]()
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            one = torch.zeros(n, d + 2, 1).double()
+            one[:, 0] = 1  # the bias belongs to the value
+            inputs.append(torch.cat([a, one], -1)[:, : d + 2 if outputs else d + 1])  # Δx = 0 is not propagated
+            outputs.append(z := (inputs[-1] @ torch.cat([layer.weight, layer.bias[:, None]], 1).mT).requires_grad_())
+            a = z if len(outputs) > 1 else torch.cat([z, torch.zeros_like(z[:, :1])], 1)
+        else:
+            value, first, second = a[:, 0], a[:, 1:-1], a[:, -1]
+            t = value.tanh()
+            slope = 1 - t**2
+            curved = slope * second - 2 * t * slope * first.square().sum(1)
+            a = torch.cat([t[:, None], slope[:, None] * first, curved[:, None]], 1)
+    r = a[:, -1] if only_laplacian else a[:, -1] + a[:, 0] * a[:, 1]
+    g = torch.autograd.grad(r.sum(), outputs)
+    return [(each.detach(), cotangent) for each, cotangent in zip(inputs, g, strict=True)]
+
+
+@pytest.mark.parametrize("only_laplacian", [False, True])
+def test_metrics_through_the_operator(only_laplacian: bool) -> None:
+    """Exact structures are exact; K-FAC has value, gradient and Laplacian as positions of every linear layer."""
+    net, x = mlp(nn.Tanh(), out=1), points(6)
+    model = Residual(net, only_laplacian=only_laplacian)
+    J = jacobian(model, x)
+    pulled = ng.pullback(model, x, ng.Euclidean())
+    for structure in (ng.Dense(), ng.Kernel(), ng.Implicit()):
+        torch.testing.assert_close(structure.estimate(pulled).dense(), J.mT @ J / 6, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ng.Diagonal().estimate(pulled).diagonal(), J.square().mean(0), rtol=1e-10, atol=1e-10)
+
+    kfac, start = ng.Kronecker().estimate(pulled).dense(), 0
+    for a, g in layers_of(net, x, only_laplacian):
+        rows = torch.einsum("nro,nri->noi", g, a)
+        size = rows[0].numel()
+        weight, bias = rows[..., :-1].flatten(1), rows[..., -1]
+        torch.testing.assert_close(torch.cat([weight, bias], 1), J[:, start : start + size], rtol=1e-10, atol=1e-10)
+        counted = g.flatten(0, 1)[(g != 0).any(-1).flatten()], a.flatten(0, 1)[(g != 0).any(-1).flatten()]
+        A, S = counted[1].mT @ counted[1] / len(counted[1]), counted[0].mT @ counted[0] / len(x)
+        o, i = len(S), len(A) - 1
+        G = torch.einsum("op,ij->oipj", S, A)  # [o i+1 o i+1], in the order weight, bias
+        order = [(row, column) for row in range(o) for column in range(i)] + [(row, i) for row in range(o)]
+        flat = torch.tensor([row * (i + 1) + column for row, column in order])
+        expected = G.reshape(size, size)[flat][:, flat]
+        block = kfac[start : start + size, start : start + size]
+        torch.testing.assert_close(block, expected, rtol=1e-10, atol=1e-10)
+        start += size
+
+
+def test_metrics_through_layers_without_a_rule_for_jets() -> None:
+    """Operations on parameters are recognised: a gain, a product outside its module, attention."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(2, 4), Elementary(4), nn.Linear(4, 1)
+            self.gain, self.matrix = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(torch.tanh(self.first(x))) * self.gain
+            return self.last(torch.sin(h @ self.matrix) * h + F.linear(h, self.matrix))
+
+    model, x = Residual(Net().double()), points(5, 2)
+    J = jacobian(model, x)
+    G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense()
+    torch.testing.assert_close(G, J.mT @ J / 5, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [ng.KFAC, ng.EKFAC])
+def test_kfac_trains_through_the_operator(optimizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Residual(mlp(nn.Tanh(), d=2, out=1), only_laplacian=True), points(20, 2)
+    opt = optimizer(model, nn.MSELoss(), lr=0.1, damping=1e-3)
+    losses = []
+    for _ in range(10):
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), torch.ones(20, 1).double())
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

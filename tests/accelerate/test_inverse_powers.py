@@ -203,7 +203,7 @@ def test_matrices_of_nearly_one_size_are_one_batch(monkeypatch: pytest.MonkeyPat
     assert inverses.batch_by_size(factors, roots=True, padded=True) == [[4, 3], [0, 1, 5, 2]]
     shifts = [0.1 * f.diagonal(dim1=1, dim2=2).mean(1) for f in factors]
     batches = list[int]()
-    roots_of = inverses.inverse_powers
+    roots_of = roots.inverse_powers
 
     def seen(M: Tensor, *args: Any, **options: Any) -> Any:
         batches.append(len(M))
