@@ -32,7 +32,7 @@ MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et a
 _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
 _DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
-_SPLIT = 384  # rows, from which a split product takes less time than one in single precision
+_SPLIT = 2**29  # multiplications, from which a split product takes less time than one in single precision
 _TERMS = 5  # of the odd polynomials for roots: ninth degree by two products, where the fifth takes one
 _UNIT = 2.0**12  # the largest eigenvalue: half precision then has the small numbers of a matrix, too
 _PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
@@ -154,6 +154,18 @@ def _split_product(A: Tensor, B: Tensor) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
+def product_in(precision: Precision, A: Tensor, B: Tensor) -> Tensor:
+    """A B [b n n], the good one, of matrices of any scale: those of half precision are few.
+
+    >>> product_in("split", torch.full((1, 1, 1), 3e-20), torch.full((1, 1, 1), 2e20))
+    tensor([[[6.]]])
+    """
+    tiny = torch.finfo(A.dtype).tiny * _UNIT
+    a, b = (torch.linalg.vector_norm(X, math.inf, dim=(1, 2), keepdim=True).clamp(min=tiny) for X in (A, B))
+    with products_in(precision, A.device) as (product, _):
+        return product(A * (_UNIT / a), B / b).mul_(a / _UNIT * b)
+
+
 # Powers.
 
 
@@ -239,9 +251,9 @@ def product_count(powers: Sequence[Fraction], condition: float, error: float) ->
     return count + sum(len(of_power) - 1 for of_power in needed)
 
 
-def suited_precision(n: int) -> Precision:
-    """The quickest for a GPU, if 10⁻³ of a root is noise."""
-    return "split" if n >= _SPLIT else "single"
+def suited_precision(matrices: Tensor) -> Precision:
+    """The quickest for roots of these matrices [b n n] on a GPU, if 10⁻³ of a root is noise."""
+    return "split" if matrices.numel() * matrices.shape[-1] >= _SPLIT else "single"
 
 
 def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:

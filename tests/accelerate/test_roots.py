@@ -208,18 +208,19 @@ def tf32(A: Tensor, B: Tensor) -> Tensor:
     return torch.bmm(A, B)
 
 
+@contextmanager
+def rounded_products(precision: roots.Precision, device: torch.device) -> Iterator[tuple[roots.Product, roots.Product]]:
+    """Those of a GPU."""
+    yield (roots._split_product, tf32) if precision == "split" else (torch.bmm, torch.bmm)
+
+
 @pytest.mark.parametrize("spectrum", [spread, spiked])
 @pytest.mark.parametrize("condition", [1e1, 1e3, 1e5])
 def test_roots_in_split_and_in_quick_products(
     condition: float, spectrum: Callable[[int, float], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the ten bits of tf32 in every product, the residual would be above 1."""
-
-    @contextmanager
-    def rounded(precision: roots.Precision, device: torch.device) -> Iterator[tuple[roots.Product, roots.Product]]:
-        yield (roots._split_product, tf32) if precision == "split" else (torch.bmm, torch.bmm)
-
-    monkeypatch.setattr(roots, "products_in", rounded)
+    monkeypatch.setattr(roots, "products_in", rounded_products)
     A = symmetric(spectrum(80, condition))[None].float()
     for power in (0.5, 0.75):
         X, residual = inverse_power(A, power, condition=4 * condition, method="products", precision="split")
