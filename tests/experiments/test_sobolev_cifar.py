@@ -248,7 +248,7 @@ def test_there_is_a_picture_for_every_schedule_and_one_with_those_of_the_paper(t
     found = report.save(records, tmp_path)
     assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
     names = [path.name for path in draw(found, tmp_path)]
-    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg"]
+    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg", "cifar10-baselines.svg"]
     assert all(0 < (tmp_path / name).stat().st_size < 200_000 for name in names)
 
 
