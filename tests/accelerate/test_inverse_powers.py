@@ -224,7 +224,7 @@ def test_matrices_of_nearly_one_size_are_one_batch(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("power", [0.5, 1.0])
-def test_the_scale_of_a_root_does_not_suffer_from_quick_products(power: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scale_of_a_root_is_not_that_of_tf32(power: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a factor of low rank: in tf32, tr(R F R) would be wrong by percents."""
     monkeypatch.setattr(roots, "_SPLIT", 0)
     monkeypatch.setattr(roots, "products_in", rounded_products)
