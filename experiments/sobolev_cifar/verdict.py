@@ -169,19 +169,21 @@ def _clause(runs: Runs, dataset: str) -> str:
     before = runs.claim(dataset, PRIMARY, EVERY)
     if before is None:
         return f"{name} has not been run"
+    earlier = f"training loss up to 40 % of the epochs {before.per_cent()} of K-FAC's"
     seeds = ", ".join(map(str, before.seeds))
-    return (
-        f"on {name} the seeds that decide have not been run (seeds {seeds}, which suggested the question: training "
-        f"loss up to 40 % of the epochs {before.per_cent()} of K-FAC's)"
-    )
+    return f"on {name} the runs that decide have not been made (earlier seeds {seeds}, exploratory: {earlier})"
 
 
 def sentences(runs: Runs) -> tuple[str, str]:
     """The verdict in two sentences: is the paper's method faster, and is it for the reason that the paper gives?"""
-    first = f"With equal schedules, {_clause(runs, 'cifar10')}; {_clause(runs, 'cifar100')}."
+    decided = any(runs.claim(dataset, PRIMARY, seeds) for dataset, seeds in DECIDE.items())
+    start = (
+        "With equal schedules, " if decided else "Whether Sobolev K-FAC learns faster than K-FAC is not settled yet: "
+    )
+    first = f"{start}{_clause(runs, 'cifar10')}; {_clause(runs, 'cifar100')}."
     found = runs.difference("cifar10", ("sobolev", ("fifths",)), ("permuted", ("fifths",)), PRIMARY, CONTROL["cifar10"])
     if found is None:
-        second = "Whether the geometry of the images has a part in it is open, since the control has not been run"
+        second = "Whether the geometry of the images has a part in it is open, because the control has not been run"
     else:
         low, high = found.interval
         words = "does as well, so that nothing shows a part of the geometry of the images"
