@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.inverses import batch_by_size, stacked
-from natgrad.accelerate.roots import Product, products_in
+from natgrad.accelerate.roots import Products, products_in
 
 Factorisation: TypeAlias = Literal["auto", "householder", "cholesky"]
 
@@ -97,7 +97,7 @@ def _followed_together(
     """``followed`` of stacks F and Q of several sizes."""
     out: list[Tensor] = []
     failures: list[Tensor] = []
-    with products_in("single", bases[0].device) as (product, _):
+    with products_in("single", bases[0].device) as product:
         moved: list[Tensor] = []
         for F, Q in zip(factors, bases, strict=True):
             M = product(F, Q)
@@ -127,7 +127,7 @@ def _bounded(M: Tensor, Q: Tensor) -> Tensor:
     return M.div_(torch.linalg.vector_norm(M, dim=1, keepdim=True))
 
 
-def _defect(X: Tensor, product: Product) -> Tensor:
+def _defect(X: Tensor, product: Products) -> Tensor:
     """XᵀX − 1."""
     E = product(X.mT, X)
     E.diagonal(dim1=1, dim2=2).sub_(1.0)
