@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class Polar(PlainRule):
     Polar(rms=0.2, iteration='muon')
     """
 
+    bounded: ClassVar[bool] = True
     rms: float = 0.2
     iteration: Literal["muon", "minimax"] = "muon"
 
