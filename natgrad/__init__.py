@@ -10,6 +10,7 @@ from natgrad import functionspace as functionspace
 from natgrad import invariance as invariance
 from natgrad import mirror as mirror
 from natgrad import operators as operators
+from natgrad import pde as pde
 from natgrad import rules as rules
 from natgrad import vi as vi
 from natgrad.diagnose import Diagnosis as Diagnosis

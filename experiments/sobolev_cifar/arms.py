@@ -125,6 +125,10 @@ class Config(ABC):
     name: str
     divisor: float = 1.0
 
+    def looks(self, step: int) -> bool:
+        """Whether the optimizer looks at the forward pass of step 0, 1, …"""
+        return False
+
     @abstractmethod
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
         """The optimizer of a model; ``seed`` is for its own random numbers."""
@@ -194,6 +198,9 @@ class KFAC(Config):
             solver=self.solver,
             generator=torch.Generator(device=device).manual_seed(seed),
         )
+
+    def looks(self, step: int) -> bool:
+        return step % self.constants.metric_every == 0
 
     def exactly_damped(self) -> KFAC:
         """(S ⊗ A + λ)⁻¹ by eigenvectors, as in the code of the paper."""

@@ -39,6 +39,7 @@ from experiments.files import commit
 from experiments.images import Part
 from experiments.sobolev_cifar import paired_stats, report
 from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
+from experiments.sobolev_cifar.captured import cuda_graph
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
 from experiments.sobolev_cifar.record import Record, load_all, load_each
 from experiments.sobolev_cifar.report import draw
@@ -97,38 +98,45 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
     """The runs of the protocol that are not done, in its order, for as long as the time lasts.
 
     One that time cuts short is saved in ``--out``, and is the first of the next call. A search comes before the first
-    run that needs it.
+    run that needs it. One that fails stops no other.
     """
-    images: dict[str, str] = {}  # digests; decoded once, before several processes need them
-    left = list(plan())
-    while left and budget.allows(args.enough):
-        choices = Choices.load(args.results / TUNED_FILE)
-        done = {record.name: record for record in records(args) if record.finished}
-        tasks: list[Task] = []
-        search = None
-        while left and search is None and len(tasks) < setup.pace.workers:
+    left, failed = list(plan()), []
+    try:
+        while left and budget.allows(args.enough):
+            choices = Choices.load(args.results / TUNED_FILE)
             search = _search(left[0], choices)
-            if search is None:
-                name = left.pop(0).named(choices)
-                assert name is not None
-                what = BENCHMARKS[name.dataset]
-                key = TuningKey(name.dataset, name.arm, name.schedule)
-                job = Job(what.name, SCHEDULES[name.schedule], arm(key, args.results, setup), name.seed)
-                if name in done:  # with other settings or images it is refused
-                    digest = images.setdefault(what.name, place.images(what, setup).digest)
-                    if is_done(setup.settings(job, digest), done[name]):
-                        continue
-                tasks.append(Task(job, setup, what, place))
-        if tasks:
-            perform_all(tasks, setup.pace.workers, budget)
-        elif search is not None:
-            grids = {search.arm: ARMS[search.arm].candidates}
-            _tuning(args, setup, place, [search.schedule]).tune(grids, [BENCHMARKS[search.dataset]], budget)
-            if _search(left[0], Choices.load(args.results / TUNED_FILE)) == search:
-                break  # out of time
-    report.save_runs([record for record in records(args) if record.finished], args.results)
-    missing = not_done(args)
-    print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
+            if search is not None:
+                grids = {search.arm: ARMS[search.arm].candidates}
+                _tuning(args, setup, place, [search.schedule]).tune(grids, [BENCHMARKS[search.dataset]], budget)
+                if _search(left[0], Choices.load(args.results / TUNED_FILE)) == search:
+                    break  # there is no time for the rest of it
+                continue
+            tasks: list[Task] = []
+            while left and len(tasks) < setup.pace.workers and _search(left[0], choices) is None:
+                tasks += _task(left.pop(0), choices, args, setup, place)
+            try:
+                perform_all(tasks, setup.pace.workers, budget)
+            except SystemExit as failure:
+                failed.append(f"{failure}")
+    finally:
+        report.save_runs([record for record in records(args) if record.finished], args.results)
+        missing = not_done(args)
+        print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def _task(run: Planned, choices: Choices, args: argparse.Namespace, setup: Setup, place: Place) -> list[Task]:
+    """A run, if it is not done."""
+    name = run.named(choices)
+    assert name is not None
+    what, key = BENCHMARKS[name.dataset], TuningKey(name.dataset, name.arm, name.schedule)
+    job = Job(what.name, SCHEDULES[name.schedule], arm(key, args.results, setup), name.seed)
+    done = next((record for record in records(args) if record.name == name and record.finished), None)
+    # The images of runs that are done need not be here: those of the record are taken for the same.
+    if done is not None and is_done(setup.settings(job, done.settings.get("images", "")), done):
+        return []
+    return [Task(job, setup, what, place)]
 
 
 def _search(run: Planned, choices: Choices) -> TuningKey | None:
@@ -209,7 +217,9 @@ def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
     # The cost of a step does not depend on the learning rate: nothing need be tuned.
     arms = [ARMS[name].candidates[-1] for name in args.arms]
     for what in (BENCHMARKS[name] for name in args.datasets):
-        found = measured(arms, replace(setup, pace=Pace()), place.images(what, setup), args.rounds)
+        found = measured(
+            arms, replace(setup, pace=Pace(capture=setup.pace.capture)), place.images(what, setup), args.rounds
+        )
         path = args.results / "timing.json"
         Timing.load(path).with_measurement(found).save(path)
         print(lines(found))
@@ -237,6 +247,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=math.inf, help="the same in minutes")
     add("--enough", type=float, default=0.0, help="with --queue: no run is begun with fewer seconds left")
     add("--commit", default="", help="that the code is of, where this is no git repository")
+    add("--capture", action="store_true", help="passes as CUDA graphs, where no optimizer looks at them")
     add("--save-every", type=int, default=1, help="epochs between two states")
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
     add("--tune-epochs", type=int, default=4, help="of all candidates")
@@ -259,6 +270,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} is {value}, the number of {of}: give 1 or more")
+    if args.capture and args.device == "cpu":
+        raise SystemExit("--capture makes CUDA graphs, and --device is cpu: leave one of them out")
     if args.anew and not args.tune:
         raise SystemExit("--anew puts choices of SGD and AdamW aside to make them again: give it with --tune")
     return args
@@ -270,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     budget = Until(start + min(args.seconds, 60 * args.minutes))
     layout = LAYOUTS[args.layout]
     # A state of K-FAC is more than a gigabyte: the queue writes it only where it stops.
-    part, pace = Part(args.limit), Pace(args.workers, args.epochs if args.queue else args.save_every)
+    every, capture = args.epochs if args.queue else args.save_every, cuda_graph if args.capture else None
+    part, pace = Part(args.limit), Pace(args.workers, every, capture)
     trains = not (args.report or args.pack)
     made_with = (args.commit or commit()) if trains else ""
     setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace, made_with)

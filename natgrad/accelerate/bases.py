@@ -16,17 +16,16 @@ size, so that these columns stay where they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.inverses import batch_by_size, stacked
-from natgrad.accelerate.roots import products_in
+from natgrad.accelerate.roots import Product, products_in
 
 Factorisation: TypeAlias = Literal["auto", "householder", "cholesky"]
-Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _STACKS = 1  # for one of a root by products
 _CHUNK_BYTES = 2**27  # of matrices that are factored side by side; a dozen times as much is held besides
@@ -98,7 +97,7 @@ def _followed_together(
     """``followed`` of stacks F and Q of several sizes."""
     out: list[Tensor] = []
     failures: list[Tensor] = []
-    with products_in("single", bases[0].device) as product:
+    with products_in("single", bases[0].device) as (product, _):
         moved: list[Tensor] = []
         for F, Q in zip(factors, bases, strict=True):
             M = product(F, Q)

@@ -34,6 +34,11 @@ def test_a_number_with_which_there_is_nothing_to_do_is_refused(option: str, of: 
         main([*TINY, f"{option}={value}"])
 
 
+def test_graphs_on_a_cpu_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"--capture makes CUDA graphs, and --device is cpu: leave one of them out"):
+        main([*TINY, "--capture"])
+
+
 def run(folder: Path, what: Benchmark) -> None:
     """One run on images of a folder."""
     places = ["--data", f"{folder}", "--out", f"{folder}/out", "--results", f"{folder}/results"]

@@ -49,3 +49,17 @@ def test_the_queue_goes_on_where_it_stopped_and_tunes_what_has_to_be_tuned(
     assert [record.commits for record in load_all([folder / "results"])] == [["abc"], ["abc"]]
     main(asked)
     assert (folder / "results" / "runs.json").read_text() == kept
+
+
+def test_a_run_whose_images_are_not_there_stops_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [Name("cifar100", "fifths", "amari", 0), Name("cifar10", "fifths", "amari", 3)]
+    monkeypatch.setattr(command, "plan", lambda: [Planned("all", name) for name in runs])
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    with pytest.raises(SystemExit, match=r"1 of 1 runs failed\ncifar100-fifths-amari-0(.|\n)*cifar100"):
+        main([*places, *TINY, "--queue"])
+    (found,) = load_all([folder / "results"])
+    assert found.name == runs[1]
+    monkeypatch.setattr(command, "plan", lambda: [Planned("all", runs[1])])
+    for path in (folder / "data").iterdir():
+        path.unlink()
+    main([*places, *TINY, "--queue"])  # what is done needs no images
