@@ -289,8 +289,9 @@ def plain_step(
     if not asynchronous and moving:
         flag.check(moving, "the step")
     elif asynchronous:
+        known = rule.bounded and len(finite) > len(beside)  # that v is finite, and so is c·v
         half = any(t.dtype is torch.float16 for t in moving.values())
-        flag.look(finite if rule.bounded and not on_steps and not half else {**finite, **moving})
+        flag.look(finite if known and not on_steps and not half else {**finite, **moving})
     for group in update.groups:
         velocity = [v[name] for name in group.names]
         fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)

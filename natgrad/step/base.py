@@ -151,7 +151,7 @@ class PlainRule(StepRule):
 
     Such a step is made in place, without memory for δ, and on a GPU captured as a CUDA graph: ``scale`` and
     ``direction`` must not look at the value of a tensor. ``bounded``: c·v is finite wherever v and c are. ``measured``:
-    ``scale`` reads ``square``; else c must be NaN where v is not finite.
+    ``scale`` reads ``square``; else numbers c for each parameter must be NaN where v is not finite.
     """
 
     bounded: ClassVar[bool] = False
