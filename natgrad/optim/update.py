@@ -289,9 +289,9 @@ def plain_step(
     if not asynchronous and moving:
         flag.check(moving, "the step")
     elif asynchronous:
-        known = rule.bounded and len(finite) > len(beside)  # that v is finite, and so is c·v
         half = any(t.dtype is torch.float16 for t in moving.values())
-        flag.look(finite if known and not on_steps and not half else {**finite, **moving})
+        bounded = rule.bounded and not on_steps and not half and len(finite) > len(beside)
+        flag.look((finite if bounded else {**finite, **moving}) or v)  # ⟨ω, v⟩ or c tell of a bounded c·v
     for group in update.groups:
         velocity = [v[name] for name in group.names]
         fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)
