@@ -351,7 +351,7 @@ def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor, good: Ten
     values = torch.maximum(values, least.unsqueeze(1))
     root = (vectors * values.rsqrt().unsqueeze(1)) @ vectors.mT
     out = [(vectors * values.pow(-power).unsqueeze(1)) @ vectors.mT for power in powers]
-    return out, _residual(M, root, 1, 1.0)
+    return out, residual_of([root, M, root])
 
 
 def _by_products(
@@ -384,7 +384,8 @@ def _by_products(
             for j in others:
                 X = product(X, roots[j])
             out.append(torch.add(X, X.mT).mul_(0.5 * bound.pow(-float(power))))
-    residuals = [_residual(M, Z, 2 ** (j - 1), _UNIT) for j, Z in roots.items()] or [M.new_zeros(len(M))]
+    halves = [[Z] * 2 ** (j - 1) for j, Z in roots.items()]  # factors of M^-½
+    residuals = [residual_of([*half, M, *half], _UNIT) for half in halves] or [M.new_zeros(len(M))]
     return out, residuals[0] if len(residuals) == 1 else torch.stack(residuals).amax(0)
 
 
@@ -443,13 +444,19 @@ def _near_one(T: Tensor, coefficients: Coefficients) -> tuple[float, Tensor]:
     return d0, T.baddbmm_(G, square, beta=d1)
 
 
-def _residual(M: Tensor, root: Tensor, power: int, unit: float) -> Tensor:
-    """‖1 − Zᵏ M Zᵏ‖_F/√n [b], of M over the unit, with k the power: exact for small M, else by products with signs."""
-    n, probes = M.shape[-1], min(M.shape[-1], _PROBES)
-    few = torch.eye(n, dtype=M.dtype, device=M.device) if n == probes else signs(n, M.dtype, M.device, probes)
-    X = few = few.expand(len(M), -1, -1)
-    with products_in("single", M.device) as product:
-        for factor in (*[root] * power, M, *[root] * power):
+def residual_of(factors: Sequence[Tensor], unit: float = 1.0) -> Tensor:
+    """‖1 − ABC…/u‖_F/√n [b] in single precision, for factors [b n n]: exact for small n, else by products with signs.
+
+    >>> residual_of([torch.eye(40)[None], 1.1 * torch.eye(40)[None]])
+    tensor([0.1000])
+    """
+    like = factors[0]
+    n, probes = like.shape[-1], min(like.shape[-1], _PROBES)
+    few = torch.eye(n, dtype=like.dtype, device=like.device)
+    few = few if n == probes else signs(n, like.dtype, like.device, probes)
+    X = few = few.expand(len(like), -1, -1)
+    with products_in("single", like.device) as product:
+        for factor in reversed(factors):
             X = product(factor, X)
     return torch.linalg.matrix_norm(X.sub_(few, alpha=unit)) / (unit * math.sqrt(n if n == probes else n * probes))
 

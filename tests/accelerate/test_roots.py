@@ -242,7 +242,7 @@ def test_the_residual_is_measured_by_signs(n: int) -> None:
     noise = torch.stack([1e-3 * symmetric(spread(n, 10.0), seed) for seed in range(4, 8)])
     Z = exact(M, 0.5) + noise
     expected = torch.linalg.matrix_norm(Z @ M @ Z - torch.eye(n, dtype=torch.float64)) / math.sqrt(n)
-    torch.testing.assert_close(roots._residual(M, Z, 1, 1.0), expected, rtol=1e-9 if n <= 32 else 0.4, atol=0)
+    torch.testing.assert_close(roots.residual_of([Z, M, Z]), expected, rtol=1e-9 if n <= 32 else 0.4, atol=0)
 
 
 def test_the_users_precision_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
