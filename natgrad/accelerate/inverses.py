@@ -678,7 +678,7 @@ def _roots(
     if not whitens:
         return inverses, None, good
     # F R is small where R is large, in the null space of F: a product in tf32 would be wrong by percents.
-    each = product_in(precision, M[:, :d, :d], root).mul_(root)
+    each = product_in(precision, M, X[-1]).mul_(X[-1])  # with the padding, by which rows are whole vectors
     runs = [(slice(None), d)] if min(sizes) == d else [(rows, n) for rows, n, _ in _runs(jobs)]
     scales = [_whitening_scale(each[rows, :n, :n].sum((1, 2), keepdim=True), n) for rows, n in runs]
     return inverses, root * torch.cat(scales), good

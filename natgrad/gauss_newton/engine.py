@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NoReturn, TypeAlias, final
+from typing import Any, Literal, NoReturn, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -200,6 +200,18 @@ class LeastSquares:
         """½‖r‖² at the parameters, at new points unless they are given."""
         at = self.draw() if points is None else points
         return 0.5 * float(self._rows(self._point(), at).square().sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the parameters: the damping, the momentum and the number of steps."""
+        velocity = None if self.velocity is None else {name: t.clone() for name, t in self.velocity.items()}
+        return {"damping": self.damping, "steps": self.steps, "velocity": velocity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken; the parameters are loaded by the model."""
+        self.damping, self.steps = state["damping"], state["steps"]
+        device = self._model.example.device
+        velocity = state["velocity"]
+        self.velocity = None if velocity is None else Vector({name: t.to(device) for name, t in velocity.items()})
 
     def step(self) -> Record:
         """One step from here; parameters that no step improves stay."""

@@ -144,15 +144,26 @@ class DenseJacobian(ResidualJacobian):
 
     def solve(self, t: Tensor, damping: float) -> Tensor:
         Q, R = self._qr
-        p = R.shape[1]
         if damping == 0:
             U, s, V = torch.linalg.svd(R, full_matrices=False)
             regular = s > max(self.matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
             return V.T @ (torch.where(regular, (U.T @ (t @ Q)) / torch.where(regular, s, 1.0), 0.0))
-        damped = torch.cat([R, math.sqrt(damping) * torch.eye(p, dtype=R.dtype, device=R.device)])
-        inner, triangle = torch.linalg.qr(damped)
-        right = inner[: len(R)].T @ (t @ Q)
-        return torch.linalg.solve_triangular(triangle, right.unsqueeze(1), upper=True).squeeze(1)
+        above, triangle = self._damped(damping)
+        return torch.linalg.solve_triangular(triangle, (above.T @ (t @ Q)).unsqueeze(1), upper=True).squeeze(1)
+
+    @cached_property
+    def _damped_factors(self) -> dict[float, tuple[Tensor, Tensor]]:
+        return {}
+
+    def _damped(self, damping: float) -> tuple[Tensor, Tensor]:
+        """The rows of Q̂ beside R, and R̂, of [R; √λ] = Q̂R̂."""
+        if damping not in self._damped_factors:
+            R = self._qr[1]
+            below = math.sqrt(damping) * torch.eye(R.shape[1], dtype=R.dtype, device=R.device)
+            inner, triangle = torch.linalg.qr(torch.cat([R, below]))
+            self._damped_factors.clear()
+            self._damped_factors[damping] = inner[: len(R)], triangle
+        return self._damped_factors[damping]
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         return DenseOperator(self.rows.layout, self.matrix.T @ self.matrix).inverse(damping).solve(ω)
