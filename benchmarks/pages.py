@@ -187,32 +187,12 @@ def cifar_table(name: str) -> str:
     return (ROOT / "experiments" / "results" / "sobolev_cifar" / f"{name}.md").read_text().strip()
 
 
-def end(arm: str, schedule: str, quantity: str = "test_accuracy") -> float:
-    """The mean over seeds after the last epoch."""
-    return float(results("sobolev_cifar/summary")["cifar10"][schedule][arm][quantity]["mean"][-1])
-
-
-def pair(first: str, second: str, schedule: str, quantity: str = "test_accuracy", other: str = "") -> dict[str, float]:
-    """One optimizer minus another within a seed: mean, deviation, t, p. ``other``: the schedule of the second."""
-    sides = [first, schedule], [second, other or schedule]
-    (found,) = (p for p in results("sobolev_cifar/pairs")["pairs"] if (p["first"], p["second"]) == sides)
-    return dict(found[quantity])
-
-
-def difference(first: str, second: str, schedule: str, quantity: str = "test_accuracy", other: str = "") -> str:
-    """A mean difference and its p-value, as the text quotes them."""
-    found = pair(first, second, schedule, quantity, other)
-    digits = 2 if quantity == "test_accuracy" else 4
-    mean = f"{found['mean']:+.{digits}f}".replace("-", "−")
-    return f"{mean} (p = {found['p']:.2g})"
-
-
-def epochs_to(arm: str, rival: str, schedule: str, quantity: str = "test accuracy, %") -> str:
-    """Epochs and seconds until an optimizer is where the rival ends."""
-    key = "cifar10", schedule, rival, quantity
-    rows = results("sobolev_cifar/pairs")["reached"]
-    (found,) = (r for r in rows if (r["dataset"], r["schedule"], r["rival"], r["quantity"]) == key)
-    return f"{found['epochs'][arm]} epochs ({found['seconds'][arm]:.0f} s)"
+def cifar_figures(*names: str) -> str:
+    """The figures of the CIFAR experiment with these names that have been drawn, on all images."""
+    folder = ROOT / "experiments" / "results" / "sobolev_cifar"
+    shown = [path.name for name in names for path in sorted(folder.glob(f"*-{name}.svg"))]
+    what = "training loss and test accuracy, mean, deviation and every seed"
+    return "\n\n".join(f"![{name[:-4]}: {what}](../experiments/results/sobolev_cifar/{name})" for name in shown)
 
 
 def regression_table(index: int) -> str:
@@ -233,7 +213,7 @@ NAMES: dict[str, Any] = {"powers": powers} | {
     function.__name__: function
     for function in (
         *(results, machine, ratios, section, claims, ratio, claim, span, training, races, ablation, vi_table),
-        *(cifar_table, end, pair, difference, epochs_to, regression_table, online_table),
+        *(cifar_table, cifar_figures, regression_table, online_table),
     )
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias, final
 
 import torch
@@ -13,11 +14,20 @@ Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def cuda_graph(kernels: Callable[[], None]) -> Callable[[], None]:
-    """Capture the kernels of a function without running them; what is returned runs them again."""
+    """Capture the kernels of a function without running them; what is returned runs them again.
+
+    On the current stream, which must not be the default one: gradients are accumulated on the stream that parameters
+    were used on first, and all passes of a run share it.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         kernels()
     return graph.replay
+
+
+def own_stream(capture: Capture | None) -> AbstractContextManager[object]:
+    """A stream that graphs can be captured on; the device must be idle before and after."""
+    return torch.cuda.stream(torch.cuda.Stream()) if capture is cuda_graph else nullcontext()
 
 
 @final

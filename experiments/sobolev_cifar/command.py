@@ -37,7 +37,7 @@ import torch
 from experiments.cifar import CIFAR10, CIFAR100, pack
 from experiments.files import commit
 from experiments.images import Part
-from experiments.sobolev_cifar import paired_stats, report
+from experiments.sobolev_cifar import paired_stats, report, verdict
 from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
 from experiments.sobolev_cifar.captured import cuda_graph
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
@@ -209,6 +209,7 @@ def summarise(args: argparse.Namespace) -> None:
     """Write all results, and print the tables."""
     found = report.save(records(args), args.results)
     paired_stats.save(found, args.results)
+    print(verdict.save(found, not_done(args), args.results), end="\n\n")
     print(report.table(found), paired_stats.table(found), paired_stats.reached(found), sep="\n\n")
 
 

@@ -17,7 +17,7 @@ from benchmarks.harness import machine
 from experiments.files import replaced
 from experiments.images import Feed, Images, Part, Scale
 from experiments.sobolev_cifar.arms import Config, Schedule
-from experiments.sobolev_cifar.captured import Capture, CapturedPass
+from experiments.sobolev_cifar.captured import Capture, CapturedPass, own_stream
 from experiments.sobolev_cifar.record import Name, Point, Record
 from natgrad.errors import NonFiniteError
 
@@ -145,6 +145,7 @@ class Training:
         self.feed = Feed.of(images.train, scale, setup.batch, generator)
         self.test, self.scale = images.test, scale
         self.captured = CapturedPass(model, setup.pace.capture) if setup.pace.capture else None
+        self.stream = own_stream(setup.pace.capture)
         self.history: list[Point] = []
         self.diverged = False
         self.commits: list[str] = []
@@ -174,10 +175,11 @@ class Training:
     def steps(self) -> Tensor:
         """One epoch; the sum of the losses, without waiting for the device."""
         self.model.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.test.y.device)
-        for step, (x, t) in enumerate(self.feed.epoch(), len(self.history) * self.feed.steps):
-            total += self._pass(x.contiguous(memory_format=self.setup.layout), t, step)
-            self.optimizer.step()
+        with self.stream:
+            total = torch.zeros((), dtype=torch.float64, device=self.test.y.device)
+            for step, (x, t) in enumerate(self.feed.epoch(), len(self.history) * self.feed.steps):
+                total += self._pass(x.contiguous(memory_format=self.setup.layout), t, step)
+                self.optimizer.step()
         return total
 
     def _pass(self, x: Tensor, t: Tensor, step: int) -> Tensor:

@@ -21,7 +21,15 @@ from torch import Tensor
 from natgrad.accelerate.devices import in_transform, is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
-from natgrad.accelerate.roots import NOISE, STACKS, by_eigenvalues, inverse_powers, products_in, suited_precision
+from natgrad.accelerate.roots import (
+    NOISE,
+    STACKS,
+    Precision,
+    by_eigenvalues,
+    inverse_powers,
+    product_in,
+    suited_precision,
+)
 from natgrad.errors import FactorisationError, SingularMetricError
 
 SymFactor: TypeAlias = Tensor  # symmetric matrices [c d d], or only their diagonals [c d]
@@ -657,22 +665,22 @@ def _roots(
     sizes = [job.factor.shape[1] for job in jobs]
     d, most = max(sizes), max(math.prod(job.factor.shape[:2]) for job in jobs)
     whitens = jobs[0].half is not None
+    precision: Precision = "single" if wait else suited_precision(M)
     X, residual = inverse_powers(
         M,
         [power, 0.5] if whitens and power != 0.5 else [power],
         shift=shifts,
         condition=1e6 if epsilon is None else most / epsilon + 1,
         error=None if wait else NOISE,
-        precision="single" if wait else suited_precision(d),
+        precision=precision,
     )
     good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]
     if not whitens:
         return inverses, None, good
-    with products_in("single" if wait else suited_precision(d), M.device) as (_, product):
-        each = product(M[:, :d, :d], root).mul_(root)
-    if len(set(sizes)) == 1:
-        return inverses, root * _whitening_scale(each.sum((1, 2), keepdim=True), d), good
-    scales = [_whitening_scale(each[rows, :n, :n].sum((1, 2), keepdim=True), n) for rows, n, _ in _runs(jobs)]
+    # F R is small where R is large, in the null space of F: a product in tf32 would be wrong by percents.
+    each = product_in(precision, M, X[-1]).mul_(X[-1])  # with the padding, by which rows are whole vectors
+    runs = [(slice(None), d)] if min(sizes) == d else [(rows, n) for rows, n, _ in _runs(jobs)]
+    scales = [_whitening_scale(each[rows, :n, :n].sum((1, 2), keepdim=True), n) for rows, n in runs]
     return inverses, root * torch.cat(scales), good
 
 

@@ -10,11 +10,12 @@ are asked for, the powers come from an eigendecomposition.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from natgrad.accelerate.sketch import signs
 from natgrad.errors import FactorisationError
 
 Coefficients: TypeAlias = tuple[float, ...]  # of σ ↦ aσ + bσ³ + cσ⁵ + …
-Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Operand: TypeAlias = tuple[Tensor, ...]  # a stack of matrices, or its two halves
 Precision: TypeAlias = Literal["single", "split"]
 Method: TypeAlias = Literal["auto", "products", "eigenvalues"]
 
@@ -32,7 +33,7 @@ MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et a
 _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
 _DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
-_SPLIT = 384  # rows, from which a split product takes less time than one in single precision
+_SPLIT = 2**29  # multiplications, from which a split product takes less time than one in single precision
 _TERMS = 5  # of the odd polynomials for roots: ninth degree by two products, where the fifth takes one
 _UNIT = 2.0**12  # the largest eigenvalue: half precision then has the small numbers of a matrix, too
 _PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
@@ -115,13 +116,13 @@ def _shifted(coefficients: Sequence[float], by: float) -> Coefficients:
 
 
 @contextmanager
-def products_in(precision: Precision, device: torch.device) -> Iterator[tuple[Product, Product]]:
-    """Products of float32 stacks, whatever the user has set, which is set back: a good one, and a quick one.
+def products_in(precision: Precision, device: torch.device) -> Iterator[Products]:
+    """Products of float32 stacks in single precision, whatever the user has set, which is set back.
 
-    In single precision they are the same. "split": good to about 2⁻²¹ by halves, and with the ten bits of tf32. On a
-    CPU single precision is single precision.
+    "split": those of ``Products`` are made of halves, and all others are in tf32. On a CPU single precision is single
+    precision.
     """
-    products = (_split_product, torch.bmm) if precision == "split" else (torch.bmm, torch.bmm)
+    products = Products(precision == "split")
     if not is_asynchronous(device):
         yield products
         return
@@ -134,24 +135,56 @@ def products_in(precision: Precision, device: torch.device) -> Iterator[tuple[Pr
         settings.fp32_precision = before
 
 
-def _split_product(A: Tensor, B: Tensor) -> Tensor:
-    """A B as A₁B₁ + A₁B₂ + A₂B₁, with A₁ the nearest in half precision and A₂ that of A − A₁.
+@final
+@dataclass(frozen=True)
+class Products:
+    """A B [b n n]: as such, or A₁B₂ + A₂B₁ + A₁B₁, with A₁ the nearest to A in half precision and A₂ that to A − A₁.
 
-    One product of the blocks [A₁ A₁ A₂] and [B₁; B₂; B₁], which are exact in half precision and are summed in single.
+    Products of halves are exact and are summed in single precision: about 2⁻²¹ is left (Ootomo and Yokota 2022). The
+    largest numbers of A should be between 1 and 10⁴.
+
+    >>> Products(split=True)(torch.full((1, 1, 1), 1.0001), torch.full((1, 1, 1), 3.0))
+    tensor([[[3.0003]]])
     """
-    if A.dtype != torch.float32:
-        return torch.bmm(A, B)
-    b, n = A.shape[:2]
-    left, right = (A.new_empty(b, n * n * 3, dtype=torch.float16) for _ in range(2))
-    of_rows, of_blocks = left.view(b, n, 3, n), right.view(b, 3, n, n)
-    of_rows[:, :, :2] = A.unsqueeze(2)
-    torch.sub(A, of_rows[:, :, 0], out=of_rows[:, :, 2])
-    of_blocks[:, ::2] = B.unsqueeze(1)
-    torch.sub(B, of_blocks[:, 0], out=of_blocks[:, 1])
-    left, right = left.view(b, n, -1), right.view(b, -1, n)
-    if A.device.type != "cuda":
-        return torch.bmm(left.float(), right.float())
-    return torch.bmm(left, right, out_dtype=torch.float32)
+
+    split: bool
+
+    def operand(self, A: Tensor) -> Operand:
+        """What products with A are made of; those with several share it."""
+        if not self.split or A.dtype != torch.float32:
+            return (A,)
+        first = A.half()
+        return first, torch.sub(A, first, out=torch.empty_like(first))
+
+    def __call__(self, A: Tensor | Operand, B: Tensor | Operand, *, alpha: float = 1.0) -> Tensor:
+        """α A B."""
+        left, right = (X if isinstance(X, tuple) else self.operand(X) for X in (A, B))
+        like = left[0]
+        out = like.new_empty(*like.shape[:2], right[0].shape[2], dtype=torch.float32 if len(left) == 2 else like.dtype)
+        return self.add_(out, left, right, beta=0.0, alpha=alpha)
+
+    def add_(self, out: Tensor, A: Operand, B: Operand, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+        """β out + α A B, in the memory of ``out``."""
+        if len(A) == 1:
+            return out.baddbmm_(A[0], B[0], beta=beta, alpha=alpha)
+        for left, right, β in ((A[0], B[1], beta), (A[1], B[0], 1.0), (A[0], B[0], 1.0)):
+            if out.device.type == "cuda":
+                torch.baddbmm(out, left, right, out_dtype=out.dtype, beta=β, alpha=alpha, out=out)
+            else:
+                out.baddbmm_(left.float(), right.float(), beta=β, alpha=alpha)
+        return out
+
+
+def product_in(precision: Precision, A: Tensor, B: Tensor) -> Tensor:
+    """A B [b n n] in this precision, of matrices of any scale.
+
+    >>> product_in("split", torch.full((1, 1, 1), 3e-20), torch.full((1, 1, 1), 2e20))
+    tensor([[[6.]]])
+    """
+    tiny = torch.finfo(A.dtype).tiny * _UNIT
+    a, b = (torch.linalg.vector_norm(X, math.inf, dim=(1, 2), keepdim=True).clamp(min=tiny) for X in (A, B))
+    with products_in(precision, A.device) as product:
+        return product(A * (_UNIT / a), B / b).mul_(a / _UNIT * b)
 
 
 # Powers.
@@ -179,7 +212,7 @@ def inverse_powers(
     products of these are all other powers, so that M⁻¹ beside M^-½ is one more product. The order of the factors
     matters: symmetrising T makes the iteration unstable, and so does a start from the previous root, which does not
     commute with M. Therefore every root begins at 1, and ``minimax`` makes that short: 4 steps for a condition number
-    of 10⁵. The last step sees a T near 1, in which E = T − 1 is rounded and not T, and is of quick products.
+    of 10⁵. The last step sees a T near 1, in which E = T − 1 is rounded and not T, and may be in tf32.
 
     The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, and the largest of all roots that the powers are made of, measured in
     single precision by products with a few signs (Hutchinson 1990). Rounding leaves at most about 10⁻⁷ times the
@@ -239,9 +272,9 @@ def product_count(powers: Sequence[Fraction], condition: float, error: float) ->
     return count + sum(len(of_power) - 1 for of_power in needed)
 
 
-def suited_precision(n: int) -> Precision:
-    """The quickest for a GPU, if 10⁻³ of a root is noise."""
-    return "split" if n >= _SPLIT else "single"
+def suited_precision(matrices: Tensor) -> Precision:
+    """The quickest for roots of these matrices [b n n] on a GPU, if 10⁻³ of a root is noise."""
+    return "split" if matrices.numel() * matrices.shape[-1] >= _SPLIT else "single"
 
 
 def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,7 +351,7 @@ def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor, good: Ten
     values = torch.maximum(values, least.unsqueeze(1))
     root = (vectors * values.rsqrt().unsqueeze(1)) @ vectors.mT
     out = [(vectors * values.pow(-power).unsqueeze(1)) @ vectors.mT for power in powers]
-    return out, _residual(M, root, 1, 1.0)
+    return out, residual_of([root, M, root])
 
 
 def _by_products(
@@ -332,26 +365,27 @@ def _by_products(
     needed = [_roots_of(power, depth) for power in powers]
     last = max([j for of_power in needed for j in of_power], default=0)
     roots: dict[int, Tensor] = {}
-    with products_in(precision, M.device) as (good, quick):
-        Y = M * _UNIT
-        square = _squared(Y, good)
+    with products_in(precision, M.device) as product:
+        M = M * _UNIT
+        square = _squared(M, product)
         # The fourth root of the sum of fourth powers: no smaller than the largest eigenvalue, and near it.
         bound = (torch.linalg.matrix_norm(square) / _UNIT).sqrt()[:, None, None]
-        M, square = Y.div_(bound), square.div_(bound.square())
+        Y, square = M.div_(bound), square.div_(bound.square())
         for j in range(1, last + 1):
-            square = square if j == 1 else _squared(Y, good)
+            square = square if j == 1 else _squared(Y, product)
             # Y has eigenvalues from condition^-(1/2ʲ⁻¹) to 1, and the iteration sees their square roots.
             schedule = minimax(condition ** (0.5**j), error, _TERMS)
-            Y, Z = _square_roots(Y, square, schedule, good, quick, last=j == last)
+            Y, Z = _square_roots(Y, square, schedule, product, last=j == last)
             if any(j in of_power for of_power in needed):
                 roots[j] = Z
         out = []
         for power, (first, *others) in zip(powers, needed, strict=True):
             X = roots[first] if first else torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
             for j in others:
-                X = good(X, roots[j])
+                X = product(X, roots[j])
             out.append(torch.add(X, X.mT).mul_(0.5 * bound.pow(-float(power))))
-    residuals = [_residual(M, Z, 2 ** (j - 1), _UNIT) for j, Z in roots.items()] or [M.new_zeros(len(M))]
+    halves = [[Z] * 2 ** (j - 1) for j, Z in roots.items()]  # factors of M^-½
+    residuals = [residual_of([*half, M, *half], _UNIT) for half in halves] or [M.new_zeros(len(M))]
     return out, residuals[0] if len(residuals) == 1 else torch.stack(residuals).amax(0)
 
 
@@ -365,55 +399,64 @@ def _roots_of(power: Fraction, depth: int) -> list[int]:
     return [1, 1] if power == 1 else [j for j in range(1, depth + 1) if digits >> (depth - j) & 1] or [0]
 
 
-def _squared(T: Tensor, product: Product) -> Tensor:
-    return product(T, T).div_(_UNIT)
+def _squared(T: Tensor | Operand, product: Products) -> Tensor:
+    operand = T if isinstance(T, tuple) else product.operand(T)
+    return product(operand, operand, alpha=1 / _UNIT)
 
 
 def _square_roots(
-    Y: Tensor, square: Tensor, schedule: Sequence[Coefficients], good: Product, quick: Product, *, last: bool
+    Y: Tensor, square: Tensor, schedule: Sequence[Coefficients], product: Products, *, last: bool
 ) -> tuple[Tensor, Tensor]:
     """Y^½ and Y^-½ for eigenvalues in (0, 1]; ``square`` is Y². ``last``: only Y^-½ is needed, Y is anything."""
     first, *others = schedule
-    Z = _polynomial(Y, square, first, good)
-    Y = Y if last and not others else good(Y, Z)
+    Z = _polynomial(Y.clone(), square, first, product)
+    z = product.operand(Z)
+    Y = Y if last and not others else product(product.operand(Y), z)
     for step, coefficients in enumerate(others, 1):
-        T = good(Z, Y)
+        y = product.operand(Y)
+        T = product(z, y)
         if step == len(others):
-            c, G = _near_one(T.div_(_UNIT), coefficients, quick)
-            Y = Y if last else (c * Y).add_(quick(Y, G))
-            return Y, (c * Z).add_(quick(G, Z))
-        H = _polynomial(T, _squared(T, good), coefficients, good)
-        Y, Z = good(Y, H), good(H, Z)
+            c, G = _near_one(T.div_(_UNIT), coefficients)
+            return Y if last else torch.baddbmm(Y, Y, G, beta=c), torch.baddbmm(Z, G, Z, beta=c)
+        h = product.operand(_polynomial(T, _squared(T, product), coefficients, product))
+        Y, Z = product(y, h), product(h, z)
+        z = product.operand(Z)
     return Y, Z
 
 
-def _polynomial(T: Tensor, square: Tensor, coefficients: Coefficients, product: Product) -> Tensor:
-    """c₀ + c₁T + (c₂ + c₃T + c₄T²)T²."""
+def _polynomial(T: Tensor, square: Tensor, coefficients: Coefficients, product: Products) -> Tensor:
+    """c₀ + c₁T + (c₂ + c₃T + c₄T²)T², in the memory of T."""
     c0, c1, c2, c3, c4 = coefficients
     G = torch.add(T, square, alpha=c4 / c3)
     G.diagonal(dim1=1, dim2=2).add_(_UNIT * c2 / c3)
-    H = product(G, square).add_(T, alpha=_UNIT * c1 / c3).mul_(c3 / _UNIT**2)
+    H = product.add_(T, product.operand(G), product.operand(square), beta=c1 / _UNIT, alpha=c3 / _UNIT**2)
     H.diagonal(dim1=1, dim2=2).add_(c0)
     return H
 
 
-def _near_one(T: Tensor, coefficients: Coefficients, product: Product) -> tuple[float, Tensor]:
+def _near_one(T: Tensor, coefficients: Coefficients) -> tuple[float, Tensor]:
     """d₀ and d₁E + (d₂ + d₃E + d₄E²)E², whose sum is the same polynomial of T = 1 + E, in the memory of T."""
     d0, d1, d2, d3, d4 = _shifted(coefficients, by=1)
     T.diagonal(dim1=1, dim2=2).sub_(1.0)
-    square = product(T, T)
+    square = torch.bmm(T, T)
     G = torch.mul(square, d4).add_(T, alpha=d3)
     G.diagonal(dim1=1, dim2=2).add_(d2)
-    return d0, product(G, square).add_(T, alpha=d1)
+    return d0, T.baddbmm_(G, square, beta=d1)
 
 
-def _residual(M: Tensor, root: Tensor, power: int, unit: float) -> Tensor:
-    """‖1 − Zᵏ M Zᵏ‖_F/√n [b], of M over the unit, with k the power: exact for small M, else by products with signs."""
-    n, probes = M.shape[-1], min(M.shape[-1], _PROBES)
-    few = torch.eye(n, dtype=M.dtype, device=M.device) if n == probes else signs(n, M.dtype, M.device, probes)
-    X = few = few.expand(len(M), -1, -1)
-    with products_in("single", M.device) as (product, _):
-        for factor in (*[root] * power, M, *[root] * power):
+def residual_of(factors: Sequence[Tensor], unit: float = 1.0) -> Tensor:
+    """‖1 − ABC…/u‖_F/√n [b] in single precision, for factors [b n n]: exact for small n, else by products with signs.
+
+    >>> residual_of([torch.eye(40)[None], 1.1 * torch.eye(40)[None]])
+    tensor([0.1000])
+    """
+    like = factors[0]
+    n, probes = like.shape[-1], min(like.shape[-1], _PROBES)
+    few = torch.eye(n, dtype=like.dtype, device=like.device)
+    few = few if n == probes else signs(n, like.dtype, like.device, probes)
+    X = few = few.expand(len(like), -1, -1)
+    with products_in("single", like.device) as product:
+        for factor in reversed(factors):
             X = product(factor, X)
     return torch.linalg.matrix_norm(X.sub_(few, alpha=unit)) / (unit * math.sqrt(n if n == probes else n * probes))
 

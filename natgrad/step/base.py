@@ -50,6 +50,22 @@ class Step:
 
 @final
 @dataclass(frozen=True)
+class ResidualSpace:
+    """Of a loss ½‖r(θ)‖²: the residuals r [m], and their Jacobian J [m p].
+
+    ``solve(t, λ)`` is (JᵀJ + λ)⁻¹Jᵀt, the damped least-squares solution of J v = t; t need not be formed from a
+    covector, which would square the condition number. ``push(v)`` is J v [m], and ``second(v)`` is the second
+    derivative of r along v [m].
+    """
+
+    value: Tensor
+    solve: Callable[[Tensor, float], Vector]
+    push: Callable[[Vector], Tensor]
+    second: Callable[[Vector], Tensor]
+
+
+@final
+@dataclass(frozen=True)
 class StepContext:
     """All that a step rule may look at. Nothing in it changes the model, and what is not asked for is not computed.
 
@@ -58,7 +74,7 @@ class StepContext:
     in ``smooth(ω)`` = μm + (1 − μ)ω, there is no velocity, and ``move(v)`` is −lr·v; else ``smooth(ω)`` is ω.
     ``acceleration(δ)`` = −Γ(δ, δ) is the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss
     of the closure at θ (None: here), if there is a closure. ``queries()`` answers questions about the model and its
-    metric on the current batch.
+    metric on the current batch. ``residuals``: of a loss of least squares, where the residuals are known.
     """
 
     step: int  # the number of steps before this one
@@ -75,6 +91,7 @@ class StepContext:
     acceleration: Callable[[Vector], Vector]
     queries: Callable[[], BatchQueries]
     loss_at: Loss | None = None
+    residuals: ResidualSpace | None = None
 
     @cached_property
     def decayed(self) -> Mapping[str, Tensor]:
@@ -83,7 +100,10 @@ class StepContext:
 
     def natural(self, damping: float | None = None) -> Vector:
         """The displacement of the natural gradient, with momentum; by default with the current damping."""
-        return self.move(self.sharp(self.smooth(self.differential), self.damping if damping is None else damping))
+        λ = self.damping if damping is None else damping
+        if self.residuals is not None:
+            return self.move(self.residuals.solve(self.residuals.value, λ))
+        return self.move(self.sharp(self.smooth(self.differential), λ))
 
     def loss(self, δ: Vector | None) -> float:
         """The loss of the closure where the step δ lands (None: here)."""

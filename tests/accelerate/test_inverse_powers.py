@@ -16,6 +16,7 @@ from natgrad.accelerate.inverses import BatchedInverse, Inversion, invert
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import FactorisationError, SingularMetricError
 from tests.accelerate.eager_graphs import EagerGraphs
+from tests.accelerate.test_roots import rounded_products
 
 SHAPES = [(1, 6), (2, 4), (3, 6), (1, 1)]
 
@@ -203,7 +204,7 @@ def test_matrices_of_nearly_one_size_are_one_batch(monkeypatch: pytest.MonkeyPat
     assert inverses.batch_by_size(factors, roots=True, padded=True) == [[4, 3], [0, 1, 5, 2]]
     shifts = [0.1 * f.diagonal(dim1=1, dim2=2).mean(1) for f in factors]
     batches = list[int]()
-    roots_of = inverses.inverse_powers
+    roots_of = roots.inverse_powers
 
     def seen(M: Tensor, *args: Any, **options: Any) -> Any:
         batches.append(len(M))
@@ -219,3 +220,23 @@ def test_matrices_of_nearly_one_size_are_one_batch(monkeypatch: pytest.MonkeyPat
     for f, λ, x, y in zip(factors, shifts, outs, whitened, strict=True):
         for found, right in ((x, expected(f, float(λ), 0.5)), (y, whitening(f, float(λ)))):
             assert float((found - right).norm() / right.norm()) < 3 * roots.NOISE
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_the_scale_of_a_root_is_not_that_of_tf32(power: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a factor of low rank: in tf32, tr(R F R) would be wrong by percents."""
+    monkeypatch.setattr(roots, "_SPLIT", 0)
+    monkeypatch.setattr(roots, "products_in", rounded_products)
+    a = torch.randn(64, 20, generator=torch.Generator().manual_seed(0)) @ torch.randn(
+        20, 300, generator=torch.Generator().manual_seed(1)
+    )
+    F = 1e-12 * (a.mT @ a)[None]
+    λ = 0.1 * F.diagonal(dim1=1, dim2=2).mean(1)
+    job = Inversion(F, λ, torch.empty_like(F), half=torch.empty_like(F))
+    failures = invert([job], power=power, epsilon=0.1)
+    assert failures is not None
+    assert float(failures) == 0
+    for found, right in ((job.out, expected(F, float(λ), power)), (job.half, whitening(F, float(λ)))):
+        assert found is not None
+        assert float((found - right).abs().max() / right.abs().max()) < roots.NOISE

@@ -41,10 +41,22 @@ def timeless(record: Record) -> list[dict[str, Any]]:
     return [{**asdict(point), "seconds": 0.0} for point in record.history]
 
 
-@pytest.mark.parametrize("arm", [arms.amari(), arms.sobolev()], ids=lambda arm: arm.name)
-def test_a_run_that_is_stopped_after_an_epoch_goes_on_exactly(arm: arms.KFAC, pictures: Images, tmp_path: Path) -> None:
-    often = replace(arm, constants=arms.Constants(metric_every=2, inverse_every=3))  # and in the second epoch too
-    job = Job("cifar10", TENTHS, often, seed=0)
+OFTEN = arms.Constants(metric_every=2, inverse_every=3)  # and in the second epoch too
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        *(replace(arm, constants=OFTEN) for arm in (arms.amari(), arms.sobolev(), arms.control(), arms.literal())),
+        replace(arms.sobolev().exactly_damped(), constants=OFTEN),
+        arms.Natural(1e-2, 0.1),
+    ],
+    ids=lambda arm: arm.name,
+)
+def test_a_run_that_is_stopped_after_an_epoch_goes_on_exactly(
+    arm: arms.Config, pictures: Images, tmp_path: Path
+) -> None:
+    job = Job("cifar10", TENTHS, arm, seed=0)
     whole = train(job, SETUP, pictures, tmp_path / "whole", Ample())
     assert whole.finished
     assert len(whole.history) == 2
@@ -248,7 +260,7 @@ def test_there_is_a_picture_for_every_schedule_and_one_with_those_of_the_paper(t
     found = report.save(records, tmp_path)
     assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
     names = [path.name for path in draw(found, tmp_path)]
-    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg"]
+    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg", "cifar10-baselines.svg"]
     assert all(0 < (tmp_path / name).stat().st_size < 200_000 for name in names)
 
 
