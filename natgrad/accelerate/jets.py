@@ -35,12 +35,17 @@ def contracted(J: Tensor, K: Tensor, D: Tensor | None) -> Tensor:
     if D is not None and D.ndim == 1:
         return torch.tensordot(D.to(J.dtype), J * K, 1)
     J = weighted(J, D)
-    if J.is_cuda or torch.is_grad_enabled():
+    if _at_once(J):
         return (J * K).sum(0)
-    out = J[0] * K[0]  # on a processor this is faster than to write the products and to read them again
+    out = J[0] * K[0]
     for j, k in zip(J[1:], K[1:], strict=True):
-        out.addcmul_(j, k)
+        out += j * k  # addcmul_ has no batching rule
     return out
+
+
+def _at_once(J: Tensor) -> bool:
+    """Whether all m channels are multiplied at once; one by one, a processor keeps the products in its cache."""
+    return J.is_cuda or torch.is_grad_enabled()
 
 
 def activated(z: Tensor, shift: Tensor | None, D: Tensor | None, slopes: Slopes, m: int, second: bool) -> Tensor:
@@ -114,7 +119,9 @@ class ActivatedLayer(Function):
             dz = dh * slope if torch.is_grad_enabled() else dh.mul_(slope)
             dz[0] += dv
             if of_bent is not None:
-                dz[1 : 1 + m].addcmul_(weighted(J, D), of_bent, value=2)
+                K, twice = weighted(J, D), 2 * of_bent
+                for at in (slice(0, m),) if _at_once(J) else range(m):
+                    dz[1 : 1 + m][at] += twice * K[at]
             dshift = dz[0].sum_to_size(shift.shape) if of_shift else None
         return dz, dshift, dD, dW, None, None, None
 
