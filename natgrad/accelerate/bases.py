@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.inverses import batch_by_size, stacked
 from natgrad.accelerate.roots import Precision, products_in, residual_of, suited_precision
 
@@ -129,7 +130,7 @@ def _corrected(X: Tensor) -> Tensor:
         with products_in(precision, X.device) as product:
             Φ = product(X.mT, X)
         Φ.diagonal(dim1=1, dim2=2).sub_(1.0).mul_(0.5)
-        with products_in(quick, X.device):
+        with full_precision(X.device), products_in(quick, X.device):
             X = torch.baddbmm(X, X, Φ.triu_(), alpha=-1.0)
     return X
 

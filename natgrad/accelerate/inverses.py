@@ -678,7 +678,7 @@ def _roots(
     if not whitens:
         return inverses, None, good
     # F R is small where R is large, in the null space of F: a product in tf32 would be wrong by percents.
-    each = product_in(precision, M[:, :d, :d], root).mul_(root)
+    each = product_in(precision, M, X[-1]).mul_(X[-1])  # with the padding, by which rows are whole vectors
     runs = [(slice(None), d)] if min(sizes) == d else [(rows, n) for rows, n, _ in _runs(jobs)]
     scales = [_whitening_scale(each[rows, :n, :n].sum((1, 2), keepdim=True), n) for rows, n in runs]
     return inverses, root * torch.cat(scales), good
@@ -853,6 +853,7 @@ class BatchedInverse:
 
     def failed(self) -> bool:
         """Whether a matrix could not be inverted, as far as the host has read."""
+        self.failures = [failure for failure in self.failures if float(failure) != 0]  # NaN has not arrived
         return any(float(failure) > 0 for failure in self.failures)
 
     def inherit(self, other: BatchedInverse) -> None:

@@ -21,7 +21,7 @@ def test_the_solution_has_no_residuals(name: str) -> None:
         assert isinstance(x, torch.Tensor)
         x = x[:20]
         size = problem.solution(x).abs().max()
-        assert residuals.function(problem.solution, x).abs().max() < 1e-10 * (1 + size)  # type: ignore[arg-type]
+        assert residuals.function(problem.solution, x).abs().max() < 1e-10 * (1 + size)
 
 
 def test_the_networks_have_the_sizes_of_the_literature() -> None:
