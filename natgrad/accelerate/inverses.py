@@ -853,6 +853,7 @@ class BatchedInverse:
 
     def failed(self) -> bool:
         """Whether a matrix could not be inverted, as far as the host has read."""
+        self.failures = [failure for failure in self.failures if float(failure) != 0]  # NaN has not arrived
         return any(float(failure) > 0 for failure in self.failures)
 
     def inherit(self, other: BatchedInverse) -> None:

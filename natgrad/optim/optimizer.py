@@ -329,9 +329,7 @@ class NaturalGradient(torch.optim.Optimizer):
         def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
             update, named = self._update(idle, rates), list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
-            if others:
-                flag.check(others, "the gradient")
-            velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag)
+            velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag, beside=others)
             adamw.step(others, rates, flag.value)
             return velocity, flag.value
 

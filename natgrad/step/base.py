@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
 from torch import Tensor
 
-from natgrad.accelerate.fused import pairing, scale_
+from natgrad.accelerate.fused import pairing, scale_, scale_each_
 from natgrad.geometry import Covector, Vector
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
@@ -170,8 +170,12 @@ class PlainRule(StepRule):
     """A rule that multiplies the natural gradient v by numbers: δ = −lr·(μm + c·v).
 
     Such a step is made in place, without memory for δ, and on a GPU captured as a CUDA graph: ``scale`` and
-    ``direction`` must not look at the value of a tensor.
+    ``direction`` must not look at the value of a tensor. ``bounded``: c·v is finite wherever v and c are. ``measured``:
+    ``scale`` reads ``square``; else numbers c for each parameter must be NaN where v is not finite.
     """
+
+    bounded: ClassVar[bool] = False
+    measured: ClassVar[bool] = True
 
     def direction(self, ω: Covector, sharp: Callable[[Covector], Vector]) -> Vector:
         """v, in memory of its own: by default the natural gradient."""
@@ -208,4 +212,4 @@ def rescale_(v: Vector, scale: Scale) -> None:
     if scale.keys() != v.keys():
         odd = ", ".join(sorted(scale.keys() ^ v.keys()))
         raise ValueError(f"scale of a PlainRule returns a number for each parameter: it differs from these in {odd}")
-    scale_([v[name] for name in scale], list(scale.values()))
+    scale_each_([v[name] for name in scale], list(scale.values()))

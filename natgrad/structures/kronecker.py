@@ -52,7 +52,7 @@ from natgrad.pullback.moments import (
     several_positions,
     stream,
 )
-from natgrad.pullback.nearest import NearestProduct
+from natgrad.pullback.nearest import NearestProduct, RootCheck
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents
 from natgrad.structures.base import (
@@ -220,7 +220,10 @@ class Kronecker(Layered):
             raise IncompatibleError(
                 'Kronecker(fit="kl") weighs every example by itself, and this metric couples them: use fit="mean"'
             )
-        return average.nearest if isinstance(average, KroneckerOperator) else NearestProduct({}, torch.float32)
+        if not isinstance(average, KroneckerOperator):
+            return NearestProduct({}, torch.float32)
+        unasked, asked = average.nearest
+        return unasked if average.root_check else asked
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
@@ -265,7 +268,7 @@ class Kronecker(Layered):
         split, _, fallback = self.split_gradient(sample, average)
         numbers = [b for b, block in enumerate(split.blocks) if block.names[0] not in split.unseen]
         used, nearest, inputs_only = [split.blocks[b] for b in numbers], self.nearest(average), self._inputs_only
-        sink = FactorAverage(average, numbers, weight)
+        sink = FactorAverage(average, numbers, weight, alone=True)
         stream_gradient(sample, used, self.shapes, sink, nearest, inputs_only=inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
@@ -426,6 +429,7 @@ class KroneckerOperator(LayerOperator):
     power: float = field(default=1.0, kw_only=True)
     fit: Fit = field(default="mean", kw_only=True)
     halves: tuple[Halves | None, ...] = field(default=(), kw_only=True)  # (S + λ_S)^-½ and (A + λ_A)^-½, scaled
+    root_check: RootCheck = field(default_factory=RootCheck, kw_only=True, compare=False, repr=False)  # of the halves
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
@@ -442,11 +446,11 @@ class KroneckerOperator(LayerOperator):
         return out
 
     @cached_property
-    def nearest(self) -> NearestProduct:
-        """The fit in KL divergence with its inverses."""
+    def nearest(self) -> tuple[NearestProduct, NearestProduct]:
+        """The fit in KL divergence with its inverses: where all of them are positive, and in any case."""
         pairs = zip(self.blocks, self.halves, strict=False)
         halves = {block.names: pair for block, pair in pairs if pair is not None}
-        return NearestProduct(halves, self.layout.dtype)
+        return NearestProduct(halves, self.layout.dtype, positive=True), NearestProduct(halves, self.layout.dtype)
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
@@ -513,6 +517,7 @@ class KroneckerOperator(LayerOperator):
         # A tied weight has inputs and cotangents of several kinds, and an expert may be new.
         single = [not block.facets and block.rule is not None and not block.rule.stacked for block in self.blocks]
         halves = tuple(pairs[b] if single[b] and self.saw(b) else None for b in range(len(self.blocks)))
+        self.root_check.look([root for pair in halves if pair is not None for root in pair])
         return self if _addresses(halves) == _addresses(self.halves) else replace(self, halves=halves)
 
     def inverse(self, damping: Damping) -> Inverse:
