@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import curves
+from benchmarks.race_models import TUNE, tasks
+from benchmarks.races import HEAD, Records
+from benchmarks.races import rows as race_rows
 from benchmarks.report import claim_table, ratio_table
 from experiments import powers
 from experiments.regression_record import tables as regression_tables
@@ -111,6 +114,58 @@ def training(name: str) -> str:
     return curves.markdown(curves.Record.load(ROOT / "benchmarks" / "results" / f"{name}.json"))
 
 
+NAMES_OF_RACERS = {
+    "sgd": "SGD",
+    "adamw": "AdamW",
+    "muon": "torch's Muon",
+    "ng-muon": "Muon, `ng.Muon`",
+    "soap": "SOAP, reference",
+    "ng-soap": "SOAP, `ng.SOAP`",
+    "kl-shampoo": "KL-Shampoo, reference",
+    "natural": "**`ng.Natural`**",
+    "natural-polar-quarter": "`ng.Natural(power=0.25, polar=True)`",
+}
+RACES = {
+    "decoder": "Decoder 6 × 384 on the bytes of WikiText-2, nats a byte",
+    "decoder-large": "Decoder 12 × 768 on the bytes of WikiText-2, nats a byte",
+    "lstm": "LSTM 2 × 512 on the bytes of WikiText-2, nats a byte",
+    "vit": "ViT-small on CIFAR-10",
+    "resnet18": "ResNet-18 on CIFAR-10",
+    "autoencoder": "Deep auto-encoder on MNIST, nats an image",
+    "uci": "MLP on 288 sparse features of the UCI protein set, half the squared error",
+}
+
+
+def races(folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
+    """A table of every race that has final runs, and the names of those that have none yet."""
+    records, parts, missing = Records.load(folder), [], []
+    for name, task in tasks().items():
+        found = list(race_rows(records, task))
+        if not found:
+            missing.append(RACES[name])
+            continue
+        columns = [0, 1, 2, 3, 5, 6, *([7, 8] if task.score_name == "accuracy" else []), 9, 11]
+        head = [HEAD[c] for c in columns]
+        lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
+        table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))
+        parts.append(f"{RACES[name]}, {task.steps} steps:\n\n{table}")
+    if missing:
+        parts.append("Not yet run to the end: " + "; ".join(missing) + ".")
+    return "\n\n".join(parts)
+
+
+def ablation(name: str = "decoder", folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
+    """The best tuning run of every contender of a task with the whole schedule, best first."""
+    task = tasks()[name]
+    best: dict[str, Any] = {}
+    for record in sorted(Records.load(folder).of(name, TUNE, steps=task.steps), key=lambda r: r.final):
+        best.setdefault(record.run.optimizer, record)
+    lines = ["| optimizer | loss | learning rate |", "| --- | --- | --- |"]
+    for contender, r in best.items():
+        lines.append(f"| {NAMES_OF_RACERS.get(contender, contender)} | {r.final:.3f} | {r.run.lr:g} |")
+    return "\n".join(lines)
+
+
 def vi_table() -> str:
     """Time to a bound on the evidence, over Adam and GPyTorch."""
     lines = [
@@ -132,32 +187,12 @@ def cifar_table(name: str) -> str:
     return (ROOT / "experiments" / "results" / "sobolev_cifar" / f"{name}.md").read_text().strip()
 
 
-def end(arm: str, schedule: str, quantity: str = "test_accuracy") -> float:
-    """The mean over seeds after the last epoch."""
-    return float(results("sobolev_cifar/summary")["cifar10"][schedule][arm][quantity]["mean"][-1])
-
-
-def pair(first: str, second: str, schedule: str, quantity: str = "test_accuracy", other: str = "") -> dict[str, float]:
-    """One optimizer minus another within a seed: mean, deviation, t, p. ``other``: the schedule of the second."""
-    sides = [first, schedule], [second, other or schedule]
-    (found,) = (p for p in results("sobolev_cifar/pairs")["pairs"] if (p["first"], p["second"]) == sides)
-    return dict(found[quantity])
-
-
-def difference(first: str, second: str, schedule: str, quantity: str = "test_accuracy", other: str = "") -> str:
-    """A mean difference and its p-value, as the text quotes them."""
-    found = pair(first, second, schedule, quantity, other)
-    digits = 2 if quantity == "test_accuracy" else 4
-    mean = f"{found['mean']:+.{digits}f}".replace("-", "−")
-    return f"{mean} (p = {found['p']:.2g})"
-
-
-def epochs_to(arm: str, rival: str, schedule: str, quantity: str = "test accuracy, %") -> str:
-    """Epochs and seconds until an optimizer is where the rival ends."""
-    key = "cifar10", schedule, rival, quantity
-    rows = results("sobolev_cifar/pairs")["reached"]
-    (found,) = (r for r in rows if (r["dataset"], r["schedule"], r["rival"], r["quantity"]) == key)
-    return f"{found['epochs'][arm]} epochs ({found['seconds'][arm]:.0f} s)"
+def cifar_figures(*names: str) -> str:
+    """The figures of the CIFAR experiment with these names that have been drawn, on all images."""
+    folder = ROOT / "experiments" / "results" / "sobolev_cifar"
+    shown = [path.name for name in names for path in sorted(folder.glob(f"*-{name}.svg"))]
+    what = "training loss and test accuracy, mean, deviation and every seed"
+    return "\n\n".join(f"![{name[:-4]}: {what}](../experiments/results/sobolev_cifar/{name})" for name in shown)
 
 
 def regression_table(index: int) -> str:
@@ -177,8 +212,8 @@ def online_table() -> str:
 NAMES: dict[str, Any] = {"powers": powers} | {
     function.__name__: function
     for function in (
-        *(results, machine, ratios, section, claims, ratio, claim, span, training, vi_table),
-        *(cifar_table, end, pair, difference, epochs_to, regression_table, online_table),
+        *(results, machine, ratios, section, claims, ratio, claim, span, training, races, ablation, vi_table),
+        *(cifar_table, cifar_figures, regression_table, online_table),
     )
 }
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import math
 import statistics
@@ -296,6 +297,7 @@ class Trainer:
 
 def train(run: Run, task: Task, data: Data, device: torch.device, clock: Clock) -> Record | None:
     """The record of a run; None if time is up before its end."""
+    gc.collect()  # the graphs of the last run
     began = time.perf_counter()
     trainer = Trainer(run, task, data, device)
     trainer.warm_up(run)

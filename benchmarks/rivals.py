@@ -373,6 +373,7 @@ def _natural(
     epsilon: float = 0.01,
     rms: float = 0.2,
     decay: float = 0.95,
+    metric_every: int = 1,
 ) -> Make:
     """``ng.Natural`` with the second moment of the gradients; the defaults are its own."""
 
@@ -389,6 +390,7 @@ def _natural(
             damping=ng.Relative(epsilon),
             rms=rms,
             decay=decay,
+            metric_every=metric_every,
             groups=_head(model, task),
         )
 
@@ -448,6 +450,9 @@ CONTENDERS: dict[str, Contender] = {
     "natural-damping-1": Contender(_natural(epsilon=0.1), 3e-3),
     "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
     "natural-decay-98": Contender(_natural(decay=0.98), 3e-3),
+    "natural-decay-90": Contender(_natural(decay=0.9), 3e-3),
+    "natural-metric-every-2": Contender(_natural(decay=0.9, metric_every=2), 3e-3),
+    "natural-rms-40": Contender(_natural(rms=0.4), 1.5e-3),
     "natural-rms-10": Contender(_natural(rms=0.1), 3e-3),
     "natural-every-10": Contender(_natural(inverse_every=10), 3e-3),
     "natural-every-50": Contender(_natural(inverse_every=50), 3e-3),

@@ -118,6 +118,10 @@ class Scale:
         # A constant channel has no scale.
         return Scale(mean.float(), torch.where(deviation > 0, deviation, 1.0).float())
 
+    def divided_by(self, divisor: float) -> Scale:
+        """Inputs that are so many times smaller."""
+        return replace(self, deviation=self.deviation * divisor)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Pixels [n h w 3] to inputs [n 3 h w], in the memory that they have: channels last."""
         return ((x.float() - self.mean) / self.deviation).permute(0, 3, 1, 2)

@@ -41,6 +41,10 @@ class BatchStatisticsError(NatgradError):
     """A module mixes examples or is random, so that the outputs have no per-example Jacobian."""
 
 
+class NoDerivativeError(NatgradError, TypeError):
+    """An operation of a model through which no derivative by the inputs can be propagated (``natgrad.pde``)."""
+
+
 class DomainError(NatgradError, ValueError):
     """A point lies outside a domain; the message names the entry and its bound."""
 

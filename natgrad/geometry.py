@@ -23,7 +23,7 @@ only), every tensor row-major, as ``torch.nn.utils.parameters_to_vector`` does.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar, final
 
@@ -44,9 +44,8 @@ class NamedTensors(Mapping[str, Tensor], ABC):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         if type(self) is NamedTensors:
             raise TypeError("NamedTensors is abstract: make a Vector or a Covector")
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{type(self).__name__}[{name!r}] must be a tensor, got {type(tensor).__name__}")
+        for name in [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
+            raise TypeError(f"{type(self).__name__}[{name!r}] must be a tensor, got {type(tensors[name]).__name__}")
         self._tensors = dict(tensors)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -57,6 +56,15 @@ class NamedTensors(Mapping[str, Tensor], ABC):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def keys(self) -> KeysView[str]:  # those of a Mapping go through ``__getitem__``, in Python
+        return self._tensors.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self._tensors.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self._tensors.items()
 
     # A Mapping compares its items, which is ambiguous for tensors: equality is identity.
     __eq__ = object.__eq__
@@ -258,11 +266,17 @@ def require_all(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         raise ValueError(
             f"the loss does not depend on {', '.join(missing)}: freeze what is not trained with .requires_grad_(False)"
         )
-    if sparse := [name for name, grad in grads.items() if grad is not None and grad.is_sparse]:
+    there = {name: grad for name, grad in grads.items() if grad is not None}
+    refuse_sparse(there)
+    return there
+
+
+def refuse_sparse(grads: Mapping[str, Tensor]) -> None:
+    """No structure takes a sparse gradient."""
+    if sparse := [name for name, grad in grads.items() if grad.is_sparse]:
         raise TypeError(
             f"the gradient of {', '.join(sparse)} is sparse: take a dense layer, nn.Embedding(sparse=False)"
         )
-    return {name: grad for name, grad in grads.items() if grad is not None}
 
 
 @final

@@ -252,10 +252,9 @@ class Model:
         """Refuse, by name, modules that mix the examples of a batch or are random."""
         if self.module is None:
             return
-        mixing = [f"{name or 'the model'} ({type(m).__name__})" for name, m in self.module.named_modules() if _mixes(m)]
-        if mixing:
+        if names := mixing(self.module):
             raise BatchStatisticsError(
-                f"{', '.join(mixing)}: in training mode the outputs of one example depend on the others or on chance, "
+                f"{', '.join(names)}: in training mode the outputs of one example depend on the others or on chance, "
                 "so there is no per-example Jacobian. Take the metric in evaluation mode: model.eval(), or "
                 "with natgrad.evaluating(model): ... around it"
             )
@@ -285,6 +284,15 @@ def _checked(y: Any, what: str) -> Tensor:
     if not y.is_floating_point():
         raise TypeError(f"{what} are {y.dtype}: a metric needs real, differentiable outputs")
     return y
+
+
+def mixing(module: nn.Module) -> list[str]:
+    """The modules that mix the examples of a batch, or are random, by name and type.
+
+    >>> mixing(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
+    ['1 (Dropout)']
+    """
+    return [f"{name or 'the model'} ({type(m).__name__})" for name, m in module.named_modules() if _mixes(m)]
 
 
 def _mixes(module: nn.Module) -> bool:

@@ -57,7 +57,7 @@ def test_the_readme_is_short_and_names_only_what_exists() -> None:
     assert not [name for name in used - {"MyRule"} if not hasattr(ng, name)]
 
 
-NAME = r"(?:van |Van )?[A-Z][a-zà-ÿ]\w*"
+NAME = r"(?:van |Van )?[A-Z][a-zà-ÿ][\w-]*"
 CITATION = re.compile(rf"({NAME}(?:(?:, | and | & |, and ){NAME})*(?: et al\.)?),? \(?((?:1[89]|20)\d\d)\b(?!,\d)")
 
 

@@ -20,6 +20,7 @@ NAMESPACES = (
     "natgrad.operators",
     "natgrad.optim",
     "natgrad.output",
+    "natgrad.pde",
     "natgrad.pullback",
     "natgrad.rules",
     "natgrad.solve",

@@ -15,8 +15,8 @@ from natgrad.accelerate.moments import aligned_size
 from natgrad.accelerate.replay import Scalar
 
 _WAITING = 2**22  # bytes that wait to be averaged together on a GPU, at least: a launch of few takes as long as of many
+_WAITING_ALONE = 2**26  # the same, where there is memory
 _SHARE = 8  # or this part of all factors
-_LARGE = 2**20  # numbers, from which only the diagonal is checked for NaN and infinity
 _LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
 _LINE = 16  # numbers of a cache line
 _NARROW = 128  # columns, up to which it does not matter where rows begin
@@ -28,7 +28,8 @@ _VECTOR = 4  # numbers that they read at once, where a tensor starts at such a m
 class PendingAverages:
     """Ā ← (1 − w) Ā + w total/count of factors that arrive one by one (Martens and Grosse 2015, section 5).
 
-    They wait for others, and all leave their averages alone where one is not finite.
+    They wait for others, and all leave their averages alone where one is not finite. ``alone``: no pass holds its
+    activations meanwhile, so that more may wait.
 
     >>> average = torch.ones(1, 1, 1)
     >>> averages = PendingAverages([average])
@@ -38,18 +39,23 @@ class PendingAverages:
     2.0
     """
 
-    def __init__(self, factors: Sequence[Tensor]) -> None:
-        self._most = max(_WAITING, sum(factor.nbytes for factor in factors) // _SHARE)
+    def __init__(self, factors: Sequence[Tensor], *, alone: bool = False) -> None:
+        least = _WAITING_ALONE if alone else _WAITING
+        self._most = max(least, sum(factor.nbytes for factor in factors) // _SHARE)
         self._waiting: list[Pending] = []
         self._bytes = 0
 
-    def add(self, factor: Tensor, total: Tensor, *, count: int | Tensor, weight: Scalar) -> None:
+    def add(
+        self, factor: Tensor, total: Tensor, *, count: int | Tensor, weight: Scalar, is_moment: bool = True
+    ) -> None:
         """Average a factor [c d d], or a diagonal [c d], now or at the next ``flush``.
 
-        Where the count is a tensor [], of single precision and above zero, the total is overwritten.
+        Where the count is a tensor [], of single precision and above zero, the total is overwritten. ``is_moment``: of
+        [c d d] the diagonal tells whether all is finite.
         """
         assert factor.shape == total.shape
-        self._waiting.append(Pending.of(factor, total, weight, count if isinstance(count, Tensor) else max(count, 1)))
+        count = count if isinstance(count, Tensor) else max(count, 1)
+        self._waiting.append(Pending.of(factor, total, weight, count, is_moment=is_moment))
         self._bytes += total.numel() * total.element_size()
         if self._bytes > self._most:
             self.flush()
@@ -71,10 +77,26 @@ def lay_out(factor: Tensor) -> Tensor:
     if factor.device.type == "cuda" and not factor.is_contiguous():
         return factor if _padded(factor) else factor.contiguous()
     d = factor.shape[1]
-    width = aligned_size(d) if factor.device.type == "cuda" else _cache_line_size(d, factor.element_size())
+    width = _row_length(factor, d)
     if factor.stride()[1:] == (width, 1):
         return factor
     return factor.new_zeros(1, d, width)[..., :d].copy_(factor)
+
+
+def gram(x: Tensor, count: int) -> Tensor:
+    """x xᵀ/count [b d d] of matrices [b d n], with the rows that ``lay_out`` gives to factors.
+
+    >>> gram(torch.ones(1, 2, 3), 6)
+    tensor([[[0.5000, 0.5000],
+             [0.5000, 0.5000]]])
+    """
+    b, d, _ = x.shape
+    out = x.new_empty(b, d, _row_length(x, d))[..., :d]
+    return out.baddbmm_(x, x.mT, beta=0, alpha=1 / count)
+
+
+def _row_length(like: Tensor, d: int) -> int:
+    return aligned_size(d) if like.device.type == "cuda" else _cache_line_size(d, like.element_size())
 
 
 def _cache_line_size(d: int, size: int) -> int:
@@ -100,10 +122,10 @@ class Pending:
         return id(self.weight), id(self.count) if isinstance(self.count, Tensor) else self.count
 
     @staticmethod
-    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int | Tensor) -> Pending:
+    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int | Tensor, *, is_moment: bool = True) -> Pending:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
         if not _padded(factor):
-            on_diagonal = diagonal(total) if total.numel() >= _LARGE else None
+            on_diagonal = diagonal(total) if is_moment and total.ndim == 3 else None
             return Pending(factor.view(-1), total.contiguous().view(-1), on_diagonal, weight, count)
         if total.stride()[1:] != factor.stride()[1:]:
             like = torch.empty_strided(factor.shape, factor.stride(), dtype=total.dtype, device=total.device)

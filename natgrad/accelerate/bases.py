@@ -15,25 +15,23 @@ size, so that these columns stay where they were.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.inverses import batch_by_size, stacked
-from natgrad.accelerate.roots import products_in
+from natgrad.accelerate.roots import Precision, products_in, residual_of, suited_precision
 
 Factorisation: TypeAlias = Literal["auto", "householder", "cholesky"]
-Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _STACKS = 1  # for one of a root by products
 _CHUNK_BYTES = 2**27  # of matrices that are factored side by side; a dozen times as much is held besides
 _LEAF = 128  # rows of a Cholesky factorisation by the library; larger blocks are multiplied
 _ROUNDING = 16  # times the precision and the largest column of FQ: τ
-_CORRECTIONS = 2  # of X, by products
-_TOLERANCE = 1e-4  # for ‖XᵀX − 1‖_F/√d
+_TOLERANCE = 1e-4  # for ‖XᵀX − 1‖_F/√d, as it is measured
 
 
 def followed_all(
@@ -108,15 +106,11 @@ def _followed_together(
         if not _by_cholesky(bases[0], method):
             return [torch.linalg.qr(M).Q for M in moved], None
         inverses = lower_inverses([torch.bmm(M.mT, M) for M in moved])
-        for M, V, Q in zip(moved, inverses, bases, strict=True):
-            X = torch.bmm(M, V.mT).to(Q.dtype)
-            for _ in range(_CORRECTIONS):
-                Φ = _defect(X, product).triu_()
-                Φ.diagonal(dim1=1, dim2=2).mul_(0.5)
-                X = X - product(X, Φ)
-            good = torch.linalg.matrix_norm(_defect(X, product)) <= _TOLERANCE * math.sqrt(Q.shape[-1])
-            out.append(torch.where(good[:, None, None], X, Q))
-            failures.append((~good).sum().float())
+    for M, V, Q in zip(moved, inverses, bases, strict=True):
+        X = _corrected(torch.bmm(M, V.mT).to(Q.dtype))
+        good = residual_of([X.mT, X]) <= _TOLERANCE
+        out.append(torch.where(good[:, None, None], X, Q))
+        failures.append((~good).sum().float())
     return out, torch.stack(failures).sum()
 
 
@@ -128,11 +122,17 @@ def _bounded(M: Tensor, Q: Tensor) -> Tensor:
     return M.div_(torch.linalg.vector_norm(M, dim=1, keepdim=True))
 
 
-def _defect(X: Tensor, product: Product) -> Tensor:
-    """XᵀX − 1."""
-    E = product(X.mT, X)
-    E.diagonal(dim1=1, dim2=2).sub_(1.0)
-    return E
+def _corrected(X: Tensor) -> Tensor:
+    """X ← X(1 − Φ(E)), twice. Φ is small, and its product may be in tf32; only the last E needs single precision."""
+    quick = suited_precision(X)
+    precisions: tuple[Precision, ...] = quick, "single"
+    for precision in precisions:
+        with products_in(precision, X.device) as product:
+            Φ = product(X.mT, X)
+        Φ.diagonal(dim1=1, dim2=2).sub_(1.0).mul_(0.5)
+        with full_precision(X.device), products_in(quick, X.device):
+            X = torch.baddbmm(X, X, Φ.triu_(), alpha=-1.0)
+    return X
 
 
 def lower_inverses(stacks: Sequence[Tensor], leaf: int = _LEAF) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Generic, TypeVar, final
@@ -17,6 +18,7 @@ from natgrad.errors import NonFiniteError
 Note = TypeVar("Note")
 
 _AHEAD = 8  # steps that the host may run ahead of what it has read
+_PAUSE = 2e-5  # seconds between two looks
 
 
 def to_host_async(number: Tensor) -> Tensor:
@@ -34,6 +36,7 @@ class Readback(Generic[Note]):
     """Numbers on their way to the host, each with a note; they arrive in the order in which they were sent.
 
     On a CPU they are there at once. On a GPU ``arrived`` asks without waiting, and ``take`` waits for the first one.
+    What has not arrived is NaN, which therefore cannot be sent: an event would take the host longer than a number.
 
     >>> readback = Readback[str]()
     >>> readback.send(torch.tensor([1.0, 2.0]), "a note")
@@ -42,8 +45,8 @@ class Readback(Generic[Note]):
     """
 
     def __init__(self) -> None:
-        self._sent: deque[tuple[Tensor, torch.cuda.Event | None, Note]] = deque()
-        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # creating them takes longer than using them
+        self._sent: deque[tuple[Tensor, torch.device, Note]] = deque()
+        self._spare: list[Tensor] = []  # in pinned memory: a copy to other memory would wait
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -54,40 +57,42 @@ class Readback(Generic[Note]):
         return self._sent[0][2]
 
     def send(self, numbers: Tensor, note: Note) -> None:
-        """Send a tensor, which may change afterwards; all have the same shape."""
-        if not is_asynchronous(numbers.device):
-            self._sent.append((numbers.clone(), None, note))
-            return
-        # A copy to memory that is not pinned would wait.
-        new = not self._spare
-        host, event = (torch.empty(numbers.shape, pin_memory=True), torch.cuda.Event()) if new else self._spare.pop()
-        host.copy_(numbers, non_blocking=True)
-        event.record()
-        self._sent.append((host, event, note))
+        """Send a tensor [b] or [], which may change afterwards; all have the same shape."""
+        reuse = numbers.is_cuda and self._spare
+        host = self._spare.pop() if reuse else torch.empty(numbers.shape or (1,), pin_memory=numbers.is_cuda)
+        host.fill_(math.nan).copy_(numbers, non_blocking=True)
+        self._sent.append((host, numbers.device, note))
 
     def arrived(self) -> bool:
         """Whether the first one is there."""
-        event = self._sent[0][1]
-        return event is None or event.query()
+        return _are_there(self._sent[0][0].tolist())
 
     def take(self) -> tuple[list[float], Note]:
         """The first one, with its note; the device is waited for until it has sent it."""
-        host, event, note = self._sent.popleft()
-        if event is not None:
-            event.synchronize()
-            self._spare.append((host, event))
-        return host.flatten().tolist(), note
+        host, device, note = self._sent.popleft()
+        numbers = _awaited(host, device)
+        if device.type == "cuda":
+            self._spare.append(host)
+        return numbers, note
 
     def all(self) -> list[tuple[list[float], Note]]:
         """All that have been sent, which stay; the device is waited for."""
-        for _, event, _ in self._sent:
-            if event is not None:
-                event.synchronize()
-        return [(host.flatten().tolist(), note) for host, _, note in self._sent]
+        return [(_awaited(host, device), note) for host, device, note in self._sent]
 
     def clear(self) -> None:
         """Forget what has been sent."""
         self._sent.clear()
+
+
+def _are_there(numbers: list[float]) -> bool:
+    return not any(map(math.isnan, numbers))
+
+
+def _awaited(host: Tensor, device: torch.device) -> list[float]:
+    while not _are_there(numbers := host.tolist()):
+        torch.cuda.current_stream(device).query()  # raises where the device has failed
+        time.sleep(_PAUSE)
+    return numbers
 
 
 @final
@@ -124,9 +129,8 @@ class Flag:
 
     def send(self, what: str, step: int) -> None:
         """Send the flag to the host, for ``raise_pending``; on a CPU there is none, as ``check`` has raised."""
-        if self.value is None:
-            return
-        self._readings.send(self.value, (what, step))
+        if self.value is not None:
+            self._readings.send(self.value, (what, step))
 
     def raise_pending(self) -> None:
         """Raise the error of an earlier step, which was not applied, and begin a new one.

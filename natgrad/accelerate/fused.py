@@ -35,13 +35,26 @@ def add_(
 
 
 def descend_(
-    tensors: Sequence[Tensor], others: Sequence[Tensor], rate: float | Tensor, *, gate: Tensor | None = None
+    tensors: Sequence[Tensor],
+    others: Sequence[Tensor],
+    rate: float | Tensor,
+    *,
+    decay: float = 0.0,
+    gate: Tensor | None = None,
 ) -> None:
-    """x ← x − rate·y; with a gate the rate may be a tensor [] of single precision on the device."""
-    if gate is None:
-        torch._foreach_add_(list(tensors), list(others), alpha=-float(rate))
-    else:
-        _sgd(tensors, others, [], rate=rate, gate=gate)
+    """x ← (1 − rate·decay) x − rate·y; with a gate the rate may be a tensor [] of single precision on the device.
+
+    >>> x = torch.ones(1)
+    >>> descend_([x], [torch.ones(1)], 0.5, decay=0.5)
+    >>> x
+    tensor([0.2500])
+    """
+    if gate is not None:
+        _sgd(tensors, others, [], rate=rate, gate=gate, decay=decay)
+        return
+    if decay:
+        torch._foreach_mul_(list(tensors), 1 - float(rate) * decay)
+    torch._foreach_add_(list(tensors), list(others), alpha=-float(rate))
 
 
 def momentum_update_(
@@ -86,9 +99,10 @@ def average_(
         torch._foreach_mul_(list(tensors), 1 - float(weight))
         torch._foreach_add_(list(tensors), list(totals), alpha=float(weight) / float(count))
     elif isinstance(count, Tensor):
-        _sgd(tensors, totals, [], rate=weight, gate=gate, decay=1.0, divisor=count)
+        _sgd(tensors, totals, [], rate=weight, gate=gate, decay=1.0, divisor=count, ascend=True)
     else:  # x + (w/count)(y − count·x): ascent along y with weight decay
-        _sgd(tensors, totals, [], rate=weight / count, gate=gate, decay=count)
+        rate = weight if count == 1 else weight / count
+        _sgd(tensors, totals, [], rate=rate, gate=gate, decay=count, ascend=True)
 
 
 def adamw_(
@@ -166,13 +180,48 @@ def move_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor |
         add_(tensors, values, gate=gate)
 
 
-def scale_(tensors: Sequence[Tensor], factor: float | Tensor | Sequence[Tensor], *, gate: Tensor | None = None) -> None:
-    """x ← factor·x, with one factor or, without a gate, one for each tensor."""
-    if isinstance(factor, (float, int, Tensor)):
-        torch._foreach_mul_(list(tensors), factor if gate is None else torch.where(gate > 0, 1.0, factor))
-    else:
-        assert gate is None
-        torch._foreach_mul_(list(tensors), list(factor))
+def scale_(tensors: Sequence[Tensor], factor: float | Tensor, *, gate: Tensor | None = None) -> None:
+    """x ← factor·x."""
+    torch._foreach_mul_(list(tensors), factor if gate is None else torch.where(gate > 0, 1.0, factor))
+
+
+def scale_each_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """x ← factor·x, with a factor [] for each tensor; on a GPU in one launch for those that lie side by side.
+
+    >>> x = torch.ones(2, 3)
+    >>> scale_each_(x.unbind(), torch.tensor([2.0, 3.0]).unbind())
+    >>> x[:, 0]
+    tensor([2., 3.])
+    """
+    if not is_asynchronous(tensors[0].device):
+        torch._foreach_mul_(list(tensors), list(factors))
+        return
+    for run in _runs(tensors):
+        first, size = tensors[run[0]], tensors[run[0]].numel()
+        if len(run) == 1:
+            first.mul_(factors[run[0]])
+        else:
+            numbers = torch.stack([factors[at] for at in run])
+            first.as_strided((len(run), size), (size, 1)).mul_(numbers.unsqueeze(1))
+
+
+def _runs(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The positions of tensors of one shape that lie one after the other in memory."""
+    runs: list[list[int]] = []
+    for at in sorted(range(len(tensors)), key=lambda at: tensors[at].data_ptr()):
+        t, last = tensors[at], tensors[runs[-1][-1]] if runs else None
+        alike = last is not None and last.shape == t.shape and last.dtype == t.dtype
+        if last is not None and alike and _follows(last, t):
+            runs[-1].append(at)
+        else:
+            runs.append([at])
+    return runs
+
+
+def _follows(one: Tensor, other: Tensor) -> bool:
+    within = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    dense = one.is_contiguous() and other.is_contiguous()
+    return within and dense and other.data_ptr() == one.data_ptr() + one.nbytes
 
 
 def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
@@ -261,8 +310,9 @@ def _sgd(
     momentum: float = 0.0,
     decay: float = 0.0,
     divisor: Tensor | None = None,
+    ascend: bool = False,
 ) -> None:
-    """torch's fused step of stochastic gradient descent; with a decay it ascends, x + rate·(y − decay·x)."""
+    """torch's fused step of stochastic gradient descent, x − rate·(y + decay·x), or ascent, x + rate·(y − decay·x)."""
     torch._fused_sgd_(
         list(tensors),
         _laid_out_like(tensors, others),
@@ -272,7 +322,7 @@ def _sgd(
         lr=rate,
         dampening=0.0,
         nesterov=False,
-        maximize=decay > 0,
+        maximize=ascend,
         is_first_step=False,
         grad_scale=divisor,
         found_inf=gate,

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeAlias, final
 
 import torch
@@ -21,7 +21,15 @@ from torch import Tensor
 from natgrad.accelerate.devices import in_transform, is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
-from natgrad.accelerate.roots import STACKS, by_eigenvalues, inverse_powers, suited_precision
+from natgrad.accelerate.roots import (
+    NOISE,
+    STACKS,
+    Precision,
+    by_eigenvalues,
+    inverse_powers,
+    product_in,
+    suited_precision,
+)
 from natgrad.errors import FactorisationError, SingularMetricError
 
 SymFactor: TypeAlias = Tensor  # symmetric matrices [c d d], or only their diagonals [c d]
@@ -35,7 +43,9 @@ _CAPTURED = 2048  # rows, from which the kernels take longer than their launches
 _ROOT = 2048  # rows, from which triangular solves on a CPU are as fast as products with an inverse
 _NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
 _ROOTS_BATCHED = 2048  # rows, as above, for roots by products on a GPU, which one matrix leaves half idle
-_ROOTS_BYTES = 2**27
+_ROOTS_BYTES = 2**28
+_SMALL = 256  # rows, up to which roots by products on a GPU take as long as their launches
+_NEAR = 15 / 16  # of the rows of another matrix, from which a matrix is padded to its size
 _ROOT_ERROR = 0.1  # the largest residual of a root that is used
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
@@ -204,22 +214,49 @@ def layers_at_once(device: torch.device, layer_bytes: int) -> int:
 
 
 def batch_by_size(
-    factors: Sequence[Tensor], stacks: Callable[[int], int] = lambda d: 1, *, roots: bool = False
+    factors: Sequence[Tensor],
+    stacks: Callable[[int], int] = lambda d: 1,
+    *,
+    roots: bool = False,
+    padded: bool = False,
 ) -> list[list[int]]:
     """The positions of matrices [c d d] that are worked on at once: of one size, and as many as memory allows.
 
     ``stacks``: how many stacks are held for matrices with d rows. ``roots``: they are for roots by products.
+    ``padded``: of nearly one size, ordered by it.
     """
+    sizes = [factor.shape[-1] for factor in factors]
+    common = _common_sizes(sizes) if padded else {d: d for d in sizes}
     batches: dict[int, list[list[int]]] = defaultdict(list)
     used: dict[int, int] = {}
-    for at, factor in enumerate(factors):
-        d = factor.shape[-1]
-        used[d] = used.get(d, 0) + factor.nbytes
+    for at in sorted(range(len(factors)), key=lambda at: sizes[at]) if padded else range(len(factors)):
+        factor, d = factors[at], common[sizes[at]]
+        nbytes = len(factor) * d * d * factor.element_size()
+        used[d] = used.get(d, 0) + nbytes
         if not batches[d] or used[d] * stacks(d) > batch_bytes(factor, roots=roots):
             batches[d].append([])
-            used[d] = factor.nbytes
+            used[d] = nbytes
         batches[d][-1].append(at)
     return [batch for of_size in batches.values() for batch in of_size]
+
+
+def _common_sizes(sizes: Sequence[int]) -> dict[int, int]:
+    """The size that matrices of every size are padded to: that of the largest one that is near, or small.
+
+    A linear layer with a bias has factors of 501 and 500 rows, and the number of launches is what they take.
+
+    >>> _common_sizes([500, 501, 300, 20])
+    {501: 501, 500: 501, 300: 300, 20: 20}
+    >>> _common_sizes([128, 20])
+    {128: 128, 20: 128}
+    """
+    common: dict[int, int] = {}
+    largest = 0
+    for d in sorted(set(sizes), reverse=True):
+        if not largest or (largest > _SMALL and d < _NEAR * largest):
+            largest = d
+        common[d] = largest
+    return common
 
 
 def batch_bytes(factor: Tensor, *, roots: bool = False) -> int:
@@ -548,7 +585,8 @@ def invert(
             return STACKS
         return _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
 
-    for batch in batch_by_size([job.factor for job in dense], stacks, roots=roots):
+    padded = roots and not wait and bool(dense) and not by_eigenvalues(dense[0].out, [power])
+    for batch in batch_by_size([job.factor for job in dense], stacks, roots=roots, padded=padded):
         alike = [dense[at] for at in batch]
         failed = _invert_batch(alike, power, epsilon, warm, newton, wait)
         if isinstance(failed, Tensor):
@@ -574,7 +612,7 @@ def _invert_diagonal(job: Inversion, power: float, dead: bool) -> None:
 def _invert_batch(
     jobs: Sequence[Inversion], power: float, epsilon: float | None, warm: bool, newton: Newton | None, wait: bool
 ) -> Tensor | list[str]:
-    """Invert matrices of one size; how many failed, on the device, or the titles of those that did."""
+    """Invert matrices of one size, or nearly one; how many failed, on the device, or the titles of those that did."""
     d = jobs[0].out.shape[-1]
     shifts = torch.cat([job.shift for job in jobs])
     dead = None if epsilon is None else shifts == 0
@@ -624,20 +662,36 @@ def _roots(
     wait: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(M + shift)⁻ᵖ and, where it is wanted, (M + shift)^-½ [b d d], and which succeeded [b]."""
-    c, d = jobs[0].factor.shape[:2]
+    sizes = [job.factor.shape[1] for job in jobs]
+    d, most = max(sizes), max(math.prod(job.factor.shape[:2]) for job in jobs)
     whitens = jobs[0].half is not None
+    precision: Precision = "single" if wait else suited_precision(M)
     X, residual = inverse_powers(
         M,
         [power, 0.5] if whitens and power != 0.5 else [power],
         shift=shifts,
-        condition=1e6 if epsilon is None else c * d / epsilon + 1,
-        precision="single" if wait else suited_precision(d),
+        condition=1e6 if epsilon is None else most / epsilon + 1,
+        error=None if wait else NOISE,
+        precision=precision,
     )
     good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]
     if not whitens:
         return inverses, None, good
-    trace = (torch.bmm(M[:, :d, :d], root) * root).sum((1, 2), keepdim=True)
-    return inverses, root * _whitening_scale(trace, d), good
+    # F R is small where R is large, in the null space of F: a product in tf32 would be wrong by percents.
+    each = product_in(precision, M, X[-1]).mul_(X[-1])  # with the padding, by which rows are whole vectors
+    runs = [(slice(None), d)] if min(sizes) == d else [(rows, n) for rows, n, _ in _runs(jobs)]
+    scales = [_whitening_scale(each[rows, :n, :n].sum((1, 2), keepdim=True), n) for rows, n in runs]
+    return inverses, root * torch.cat(scales), good
+
+
+def _runs(jobs: Sequence[Inversion]) -> list[tuple[slice, int, list[Inversion]]]:
+    """Which of the matrices of a batch have which size, with their jobs; those of one size follow each other."""
+    runs = []
+    at = 0
+    for d, of_size in groupby(jobs, key=lambda job: job.factor.shape[-1]):
+        alike = list(of_size)
+        runs.append((slice(at, at := at + sum(len(job.factor) for job in alike)), d, alike))
+    return runs
 
 
 def _whitening_scale(trace: Tensor, d: int) -> Tensor:
@@ -672,12 +726,26 @@ def _damped(jobs: Sequence[Inversion], shifts: Tensor, dtype: torch.dtype | None
 
 
 def _padded(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tensor:
-    """F [b d d], ``aligned``, with its mean eigenvalue in the padding, which changes no condition number."""
-    stack = stacked([job.factor for job in jobs]).to(dtype or jobs[0].factor.dtype)
-    M, d = aligned(stack), stack.shape[-1]
+    """F [b d d], ``aligned``, of the largest size, with an eigenvalue between the others in the padding.
+
+    That is the mean of the diagonal, with the zeros of the padding: the bound of the condition numbers stays.
+    """
+    runs = _runs(jobs)
+    stacks = [stacked([job.factor for job in alike]) for _, _, alike in runs]
+    stacks = stacks if dtype is None else [stack.to(dtype) for stack in stacks]
+    if len(runs) == 1:
+        M = aligned(stacks[0])
+        if M is stacks[0]:
+            return M
+    else:
+        d = runs[-1][1] + -runs[-1][1] % _ALIGNED
+        M = stacks[0].new_zeros(runs[-1][0].stop, d, d)
+        for (rows, n, _), stack in zip(runs, stacks, strict=True):
+            M[rows, :n, :n] = stack
     on_diagonal = M.diagonal(dim1=-2, dim2=-1)
-    if M is not stack:
-        on_diagonal[:, d:] = on_diagonal[:, :d].mean(1, keepdim=True)
+    mean = on_diagonal.mean(1, keepdim=True)
+    for rows, n, _ in runs:
+        on_diagonal[rows, n:] = mean[rows]
     return M
 
 
@@ -710,6 +778,7 @@ def _write(jobs: Sequence[Inversion], inverses: Tensor, halves: Tensor | None, g
             continue
         for out, new, ok in zip(outs, all_new.split(counts), goods, strict=True):
             assert out is not None
+            new = new[:, : out.shape[-1], : out.shape[-1]]
             if ok is None:
                 out.copy_(new)
                 continue
@@ -784,6 +853,7 @@ class BatchedInverse:
 
     def failed(self) -> bool:
         """Whether a matrix could not be inverted, as far as the host has read."""
+        self.failures = [failure for failure in self.failures if float(failure) != 0]  # NaN has not arrived
         return any(float(failure) > 0 for failure in self.failures)
 
     def inherit(self, other: BatchedInverse) -> None:

@@ -63,7 +63,11 @@ def bfloat16_allowed() -> bool:
     >>> bfloat16_allowed()
     False
     """
-    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+    return _bfloat16_allowed(torch.backends.cuda.matmul.fp32_precision)
+
+
+def _bfloat16_allowed(precision: str) -> bool:
+    if precision != "tf32":
         return False
     try:
         return torch.get_float32_matmul_precision() == "medium"
@@ -79,7 +83,8 @@ def _fast(device: torch.device) -> bool:
 def switches() -> tuple[str, bool, bool]:
     """What torch was told about products of matrices on a GPU: under other switches they are other computations."""
     matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision, matmul.allow_fp16_accumulation, bfloat16_allowed()
+    precision = matmul.fp32_precision
+    return precision, matmul.allow_fp16_accumulation, _bfloat16_allowed(precision)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:

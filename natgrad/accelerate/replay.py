@@ -177,11 +177,13 @@ class GraphCache(Generic[T]):
         *,
         size: Hashable = None,
         may_copy: bool = False,
+        shaped: bool = False,
     ) -> T:
         """``fn(tensors, scalars)``. ``fn`` writes in place and must depend on nothing but its arguments and ``key``.
 
         ``key`` stands for all else that ``fn`` reads or writes: options, addresses of what it holds. What changes with
-        the batch is not in the key but in ``size``, if the shapes of the tensors do not tell.
+        the batch is not in the key but in ``size``, if the shapes of the tensors do not tell. ``shaped``: the key tells
+        the shapes and types of the tensors, as those of parameters tell those of gradients, and they are not compared.
         Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` large
         ones are too, if they keep coming at new addresses. In a graph the scalars are tensors [] of single precision,
         so that they may change between replays. What comes back from a replay is the result of the capture, with new
@@ -190,7 +192,9 @@ class GraphCache(Generic[T]):
         if not self.possible(tensors):
             return fn(tensors, scalars)
         # A training loop makes the same call again and again: to compare it takes less time than to hash it.
-        call = key, switches(), len(scalars), size, [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+        shapes = None if shaped else [(t.shape, t.dtype) for t in tensors]
+        layouts = [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)], shapes
+        call = layouts, key, switches(), len(scalars), size
         if self._recent is not None and self._recent[0] == call:
             return self._replayed(self._recent[1], scalars, self._recent[2])
         stats, computation = self._stats(key)

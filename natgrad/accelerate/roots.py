@@ -1,27 +1,31 @@
 """Powers M⁻ᵖ of many symmetric positive matrices, and polar factors, by matrix products only.
 
-On a GPU products are much faster than eigenvalues. The iterations here are Newton and Schulz's for the matrix sign,
-with the coefficients that are best for a given condition number (Amsel et al. 2025). Nothing waits for the device:
-every root comes with its measured residual as a tensor, by which a caller tells whether it has failed. On a CPU, and
-where eigenvalues are asked for, the powers come from an eigendecomposition.
+On a GPU products are much faster than eigenvalues, and those of half precision the fastest. The iterations here are
+Newton and Schulz's for the matrix sign, with the coefficients that are best for a given condition number (Amsel et al.
+2025), in products that are split into halves (Ootomo and Yokota 2022). Nothing waits for the device: every root comes
+with its measured residual as a tensor, by which a caller tells whether it has failed. On a CPU, and where eigenvalues
+are asked for, the powers come from an eigendecomposition.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import full_precision, is_asynchronous
+from natgrad.accelerate.sketch import signs
 from natgrad.errors import FactorisationError
 
-Coefficients: TypeAlias = tuple[float, float, float]  # of σ ↦ aσ + bσ³ + cσ⁵
+Coefficients: TypeAlias = tuple[float, ...]  # of σ ↦ aσ + bσ³ + cσ⁵ + …
+Operand: TypeAlias = tuple[Tensor, ...]  # a stack of matrices, or its two halves
 Precision: TypeAlias = Literal["single", "split"]
 Method: TypeAlias = Literal["auto", "products", "eigenvalues"]
 
@@ -29,20 +33,24 @@ MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et a
 _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
 _DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
-_SPLIT = 1024  # rows, from which three products in tf32 take less time than one in single precision
+_SPLIT = 2**29  # multiplications, from which a split product takes less time than one in single precision
+_TERMS = 5  # of the odd polynomials for roots: ninth degree by two products, where the fifth takes one
+_UNIT = 2.0**12  # the largest eigenvalue: half precision then has the small numbers of a matrix, too
+_PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
+NOISE = 1e-3  # the error of a root of statistics, which are not as exact themselves
 EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
-STACKS = 6  # of a batch that the iteration holds
+STACKS = 11  # of a batch that the iteration holds
 
 
 # The coefficients.
 
 
 @lru_cache(maxsize=256)
-def minimax(condition: float, error: float = 1e-6) -> tuple[Coefficients, ...]:
-    """Odd quintics whose composition takes every σ in [1/condition, 1] to 1 ± ``error``, in as few steps as possible.
+def minimax(condition: float, error: float = 1e-6, terms: int = 3) -> tuple[Coefficients, ...]:
+    """Odd polynomials whose composition takes all σ in [1/condition, 1] to 1 ± ``error``, in as few steps as possible.
 
     Each is the best approximation of 1 on the interval that the last one leaves, which is optimal for the composition
-    too (Amsel et al. 2025). Near 1 they become Newton and Schulz's (15σ − 10σ³ + 3σ⁵)/8.
+    too (Amsel et al. 2025). Near 1 they become Newton and Schulz's, σ Σⱼ (2j choose j)(1 − σ²)ʲ/4ʲ.
 
     >>> def compose(schedule, s):
     ...     for a, b, c in schedule:
@@ -51,81 +59,132 @@ def minimax(condition: float, error: float = 1e-6) -> tuple[Coefficients, ...]:
     >>> schedule = minimax(1000.0)
     >>> len(schedule), all(abs(compose(schedule, s) - 1) < 1e-6 for s in (0.001, 0.01, 0.3, 1.0))
     (7, True)
+    >>> len(minimax(1000.0, terms=5))
+    5
     """
     if not 1 <= condition < math.inf or not 1e-12 <= error < 1:
         raise ValueError(f"minimax needs 1 ≤ condition < ∞ and 1e-12 ≤ error < 1, got {condition}, {error}")
     low, high = 1 / condition, 1.0
     schedule: list[Coefficients] = []
     while 1 - low > error or not schedule:
-        if low > 0.9:  # the third power of the error is left, of values that rounding has raised above 1 too
-            a, b, c, high = 15 / 8, -10 / 8, 3 / 8, 1.0
+        if low > 0.9:  # a power of the error is left, of values that rounding has raised above 1 too
+            # Σⱼ dⱼ(σ² − 1)ʲ in powers of σ² is the same shift as to powers of σ² − 1, by minus one.
+            coefficients = _shifted([math.comb(2 * j, j) / (-4) ** j for j in range(terms)], by=-1)
+            high = 1.0
         else:
-            a, b, c, deviation = _best_quintic(low, high)
+            coefficients, deviation = _best_odd(low, high, terms)
             high = 1 + deviation
-        schedule.append((a, b, c))
-        low = min(a * low + b * low**3 + c * low**5, 1.0)
+        schedule.append(coefficients)
+        low = min(sum(c * low ** (2 * j + 1) for j, c in enumerate(coefficients)), 1.0)
     return tuple(schedule)
 
 
-def _best_quintic(low: float, high: float) -> tuple[float, float, float, float]:
-    """(a, b, c, E) of the odd quintic that is within E of 1 on [low, high], with the smallest E (Remez's algorithm).
+def _best_odd(low: float, high: float, terms: int) -> tuple[Coefficients, float]:
+    """The odd polynomial that is nearest to 1 on [low, high], and how far it is from 1 (Remez's algorithm).
 
-    Its error has alternating signs at low, at two extrema between, and at high.
+    Its error has alternating signs at low, at the extrema between, and at high: the extrema are the square roots of the
+    roots of Σⱼ (2j + 1)cⱼtʲ, eigenvalues of a companion matrix.
     """
-    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
+    middle, radius = (low + high) / 2, (high - low) / 2
+    points = [middle - radius * math.cos(math.pi * j / terms) for j in range(terms + 1)]
     while True:
-        points = (low, *inner, high)
-        rows = [[x, x**3, x**5, sign] for x, sign in zip(points, (1.0, -1.0, 1.0, -1.0), strict=True)]
+        rows = [[*(x ** (2 * j + 1) for j in range(terms)), (-1.0) ** i] for i, x in enumerate(points)]
         system = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        a, b, c, deviation = torch.linalg.solve(system, torch.ones(4, dtype=torch.float64, device="cpu")).tolist()
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        before, inner = inner, [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
-        if max(abs(x - y) for x, y in zip(before, inner, strict=True)) < 1e-9 * high:
-            return a, b, c, deviation
+        *coefficients, deviation = torch.linalg.solve(
+            system, torch.ones(terms + 1, dtype=torch.float64, device="cpu")
+        ).tolist()
+        slope = torch.tensor([(2 * j + 1) * c for j, c in enumerate(coefficients)], dtype=torch.float64, device="cpu")
+        companion = torch.diag(torch.ones(terms - 2, dtype=torch.float64, device="cpu"), -1)
+        companion[:, -1] = -slope[:-1] / slope[-1]
+        extrema = torch.linalg.eigvals(companion).real.sqrt().sort().values.tolist()
+        before, points = points, [low, *extrema, high]
+        if max(abs(x - y) for x, y in zip(before, points, strict=True)) < 1e-9 * high:
+            return tuple(coefficients), deviation
+
+
+def _shifted(coefficients: Sequence[float], by: float) -> Coefficients:
+    """The coefficients in powers of t − ``by`` of Σⱼ cⱼtʲ.
+
+    >>> _shifted([0.0, 0.0, 1.0], by=1)
+    (1.0, 2.0, 1.0)
+    """
+    degree = range(len(coefficients))
+    return tuple(sum(coefficients[i] * math.comb(i, j) * by ** (i - j) for i in degree[j:]) for j in degree)
 
 
 # Products in a chosen precision.
 
 
 @contextmanager
-def products_in(precision: Precision, device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """A product of float32 stacks: as such, or by three products in tf32 (about 2⁻²¹).
+def products_in(precision: Precision, device: torch.device) -> Iterator[Products]:
+    """Products of float32 stacks in single precision, whatever the user has set, which is set back.
 
-    Whatever the user has set; it is set back. On a CPU single precision is single precision.
+    "split": those of ``Products`` are made of halves, and all others are in tf32. On a CPU single precision is single
+    precision.
     """
-    product = _split_product if precision == "split" else torch.bmm
+    products = Products(precision == "split")
     if not is_asynchronous(device):
-        yield product
+        yield products
         return
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     try:
         settings.fp32_precision = "ieee" if precision == "single" else "tf32"
-        yield product
+        yield products
     finally:
         settings.fp32_precision = before
 
 
-def _split_product(A: Tensor, B: Tensor) -> Tensor:
-    """A B as A₁B₁ + (A₁B₂ + A₂B₁), where A₁ holds the leading bits that tf32 keeps and A₂ the others."""
-    if A.dtype != torch.float32:
-        return torch.bmm(A, B)
-    A1 = leading_bits(A)
-    B1 = A1 if B is A else leading_bits(B)
-    A2 = A - A1
-    B2 = A2 if B is A else B - B1
-    small = torch.bmm(A1, B2)
-    small.baddbmm_(A2, B1)
-    return small.baddbmm_(A1, B1)
+@final
+@dataclass(frozen=True)
+class Products:
+    """A B [b n n]: as such, or A₁B₂ + A₂B₁ + A₁B₁, with A₁ the nearest to A in half precision and A₂ that to A − A₁.
 
+    Products of halves are exact and are summed in single precision: about 2⁻²¹ is left (Ootomo and Yokota 2022). The
+    largest numbers of A should be between 1 and 10⁴.
 
-def leading_bits(x: Tensor) -> Tensor:
-    """The numbers with the ten bits of mantissa that tf32 has, rounded towards zero.
-
-    >>> leading_bits(torch.tensor([1.0, 1 + 2**-10 + 2**-12])).tolist() == [1.0, 1 + 2**-10]
-    True
+    >>> Products(split=True)(torch.full((1, 1, 1), 1.0001), torch.full((1, 1, 1), 3.0))
+    tensor([[[3.0003]]])
     """
-    return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
+
+    split: bool
+
+    def operand(self, A: Tensor) -> Operand:
+        """What products with A are made of; those with several share it."""
+        if not self.split or A.dtype != torch.float32:
+            return (A,)
+        first = A.half()
+        return first, torch.sub(A, first, out=torch.empty_like(first))
+
+    def __call__(self, A: Tensor | Operand, B: Tensor | Operand, *, alpha: float = 1.0) -> Tensor:
+        """α A B."""
+        left, right = (X if isinstance(X, tuple) else self.operand(X) for X in (A, B))
+        like = left[0]
+        out = like.new_empty(*like.shape[:2], right[0].shape[2], dtype=torch.float32 if len(left) == 2 else like.dtype)
+        return self.add_(out, left, right, beta=0.0, alpha=alpha)
+
+    def add_(self, out: Tensor, A: Operand, B: Operand, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+        """β out + α A B, in the memory of ``out``."""
+        if len(A) == 1:
+            return out.baddbmm_(A[0], B[0], beta=beta, alpha=alpha)
+        for left, right, β in ((A[0], B[1], beta), (A[1], B[0], 1.0), (A[0], B[0], 1.0)):
+            if out.device.type == "cuda":
+                torch.baddbmm(out, left, right, out_dtype=out.dtype, beta=β, alpha=alpha, out=out)
+            else:
+                out.baddbmm_(left.float(), right.float(), beta=β, alpha=alpha)
+        return out
+
+
+def product_in(precision: Precision, A: Tensor, B: Tensor) -> Tensor:
+    """A B [b n n] in this precision, of matrices of any scale.
+
+    >>> product_in("split", torch.full((1, 1, 1), 3e-20), torch.full((1, 1, 1), 2e20))
+    tensor([[[6.]]])
+    """
+    tiny = torch.finfo(A.dtype).tiny * _UNIT
+    a, b = (torch.linalg.vector_norm(X, math.inf, dim=(1, 2), keepdim=True).clamp(min=tiny) for X in (A, B))
+    with products_in(precision, A.device) as product:
+        return product(A * (_UNIT / a), B / b).mul_(a / _UNIT * b)
 
 
 # Powers.
@@ -138,6 +197,7 @@ def inverse_powers(
     *,
     shift: Tensor | None = None,
     condition: float = 1e6,
+    error: float | None = None,
     precision: Precision = "single",
     method: Method = "auto",
 ) -> tuple[list[Tensor], Tensor]:
@@ -146,19 +206,20 @@ def inverse_powers(
     λ is ``shift`` [b]. By products, p is k/2ᵐ. With M the damped matrix over a bound of its largest
     eigenvalue, Y₀ = M and Z₀ = 1,
 
-        Y ← Y h(ZY), Z ← h(ZY) Z,  h(T) = a + bT + cT²,
+        Y ← Y h(ZY), Z ← h(ZY) Z,  h(T) = c₀ + c₁T + (c₂ + c₃T + c₄T²)T²,
 
     tends to Y = M^½ and Z = M^-½ (Higham 2008, chapter 6). The same again from Y gives the fourth roots, and so on;
     products of these are all other powers, so that M⁻¹ beside M^-½ is one more product. The order of the factors
     matters: symmetrising T makes the iteration unstable, and so does a start from the previous root, which does not
-    commute with M. Therefore every root begins at 1, and ``minimax`` makes that short: 7 steps for a condition number
-    of 10⁶.
+    commute with M. Therefore every root begins at 1, and ``minimax`` makes that short: 4 steps for a condition number
+    of 10⁵. The last step sees a T near 1, in which E = T − 1 is rounded and not T, and may be in tf32.
 
-    The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, measured in single precision, and the largest of all roots that the
-    powers are made of. Rounding leaves at most about 10⁻⁷ times the condition number, ``precision`` "split" (three
-    products in tf32 for one) a little more.
+    The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, and the largest of all roots that the powers are made of, measured in
+    single precision by products with a few signs (Hutchinson 1990). Rounding leaves at most about 10⁻⁷ times the
+    condition number; ``precision`` "split" 10⁻³ besides, in the last step.
 
-    ``condition``: the largest condition number that is expected. ``method`` "eigenvalues" allows any p in [0, 1];
+    ``condition``: the largest condition number that is expected. ``error``: of M^½ M^-½, before rounding; about that of
+    the precision if it is None. ``method`` "eigenvalues" allows any p in [0, 1];
     "auto" is products on a GPU for p = k/2ᵐ below double precision. Half precision becomes single. A matrix of zeros
     without a shift has no scale: its powers are 1.
 
@@ -175,44 +236,45 @@ def inverse_powers(
     with full_precision(A.device):
         M, scale, least, good = _damped(A, shift)
         if by_eigenvalues(A, powers, method):
-            unscaled, residual = _by_eigenvalues(M, [float(power) for power in powers], least)
+            unscaled, residual = _by_eigenvalues(M, [float(power) for power in powers], least, good)
         else:
             worst = max(1.0, min(condition, float(_MOST)))
-            unscaled, residual = _by_products(M, [_dyadic(power) for power in powers], worst, precision)
-    out = [X * scale.pow(-float(power))[:, None, None] for X, power in zip(unscaled, powers, strict=True)]
+            error = error or (1e-12 if M.dtype == torch.float64 else 1e-6)
+            unscaled, residual = _by_products(M, [_dyadic(power) for power in powers], worst, error, precision)
+    out = [X.mul_(scale.pow(-float(power))[:, None, None]) for X, power in zip(unscaled, powers, strict=True)]
     for X in out:
-        good = good & X.abs().amax((1, 2)).isfinite()
-    return out, torch.where(good & residual.isfinite(), residual, math.inf)
+        good = good & (torch.linalg.vector_norm(X, math.inf, dim=(1, 2)) < math.inf)
+    return out, torch.where(good & (residual < math.inf), residual, math.inf)
 
 
 def root_flops(n: int, powers: Sequence[float], device: torch.device, condition: float = 1e6) -> int:
-    """Operations, in leading terms, of these inverse powers of one matrix [n n] in single precision on a device.
+    """Operations, in leading terms, of these inverse powers of the statistics of one matrix [n n] on a device.
 
     >>> root_flops(10, [0.5], torch.device("cpu")), root_flops(10, [0.5], torch.device("cuda"))
-    (11000, 54000)
+    (11000, 44000)
     """
     like = torch.empty(0, device="meta") if is_asynchronous(device) else torch.empty(0, device="cpu")
     if by_eigenvalues(like, powers):
         return (EIGENVECTORS + 2 * len(powers)) * n**3
-    return 2 * product_count([_dyadic(power) for power in powers], max(1.0, min(condition, float(_MOST)))) * n**3
+    worst = max(1.0, min(condition, float(_MOST)))
+    return 2 * product_count([_dyadic(power) for power in powers], worst, NOISE) * n**3
 
 
-def product_count(powers: Sequence[Fraction], condition: float) -> int:
+def product_count(powers: Sequence[Fraction], condition: float, error: float) -> int:
     """How many products of two matrices ``inverse_powers`` makes."""
     depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
     needed = [_roots_of(power, depth) for power in powers]
     roots = sorted({j for of_power in needed for j in of_power if j})
     count = 1  # the square, for a bound of the largest eigenvalue
     for j in range(1, max(roots, default=0) + 1):
-        steps = len(minimax(condition ** (0.5**j)))
-        count += (j > 1) + 4 * steps - 3 - (j == roots[-1])
-    count += sum(len(of_power) - 1 for of_power in needed)
-    return count + sum(j + 1 for j in roots)  # the residuals
+        steps = len(minimax(condition ** (0.5**j), error, _TERMS))
+        count += (j > 1) + 5 * steps - 4 + (j < roots[-1])
+    return count + sum(len(of_power) - 1 for of_power in needed)
 
 
-def suited_precision(n: int) -> Precision:
-    """The quickest that leaves about 10⁻⁷ times the condition number."""
-    return "split" if n >= _SPLIT else "single"
+def suited_precision(matrices: Tensor) -> Precision:
+    """The quickest for roots of these matrices [b n n] on a GPU, if 10⁻³ of a root is noise."""
+    return "split" if matrices.numel() * matrices.shape[-1] >= _SPLIT else "single"
 
 
 def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,50 +329,52 @@ def _dyadic(power: float | Fraction) -> Fraction:
 
 
 def _damped(A: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """M = (A + λ)/s with norm 1 [b n n], the scale s [b], λ/s [b], and whether A is finite [b].
+    """M = (A + λ)/s [b n n] of entries that are at most 1, the scale s [b], λ/s [b], and whether A is finite [b].
 
-    Matrices of zeros, or with NaN or infinity, become 1.
+    Matrices of zeros become 1.
     """
     M = A.float() if A.dtype in (torch.float16, torch.bfloat16) else A
-    largest = M.abs().amax((1, 2))
-    largest = largest if shift is None else largest + shift
-    good = largest.isfinite()
-    usable = good & (largest > 0)
-    largest = torch.where(usable, largest, 1.0)
-    M = torch.where(usable[:, None, None], M / largest[:, None, None], 0.0)
-    least = torch.zeros_like(largest) if shift is None else torch.where(usable, shift / largest, 0.0)
-    M.diagonal(dim1=1, dim2=2).add_(torch.where(usable, least, 1.0).to(M.dtype).unsqueeze(1))
-    norm = torch.linalg.matrix_norm(M)
-    return M / norm[:, None, None], largest * norm, least / norm, good
+    scale = torch.linalg.vector_norm(M, math.inf, dim=(1, 2))
+    scale = scale if shift is None else scale + shift
+    zero = (scale == 0).to(scale.dtype)
+    scale = scale + zero
+    least = (zero if shift is None else zero + shift) / scale
+    M = M / scale[:, None, None]
+    M.diagonal(dim1=1, dim2=2).add_(least.to(M.dtype).unsqueeze(1))
+    return M, scale, least, scale < math.inf
 
 
-def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor) -> tuple[list[Tensor], Tensor]:
+def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor, good: Tensor) -> tuple[list[Tensor], Tensor]:
     """V w⁻ᵖ Vᵀ. Eigenvalues are at ``least`` [b] the damping, whatever rounding has made of them."""
+    M = torch.where(good[:, None, None], M, 0.0)  # of NaN there are no eigenvalues
     values, vectors = spectrum(M)
     values = torch.maximum(values, least.unsqueeze(1))
     root = (vectors * values.rsqrt().unsqueeze(1)) @ vectors.mT
     out = [(vectors * values.pow(-power).unsqueeze(1)) @ vectors.mT for power in powers]
-    return out, _residual(M, root, torch.bmm)
+    return out, residual_of([root, M, root])
 
 
 def _by_products(
-    M: Tensor, powers: Sequence[Fraction], condition: float, precision: Precision
+    M: Tensor, powers: Sequence[Fraction], condition: float, error: float, precision: Precision
 ) -> tuple[list[Tensor], Tensor]:
-    """M⁻ᵖ of matrices with norm 1, and the largest residual of the roots M^-(1/2ʲ) that they are products of."""
+    """M⁻ᵖ of matrices of numbers up to 1, and the largest residual of the roots M^-(1/2ʲ) that they are products of.
+
+    Y, T and squares are held ``_UNIT`` times as large as they are.
+    """
     depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
     needed = [_roots_of(power, depth) for power in powers]
     last = max([j for of_power in needed for j in of_power], default=0)
-    error = 1e-12 if M.dtype == torch.float64 else 1e-6
     roots: dict[int, Tensor] = {}
     with products_in(precision, M.device) as product:
-        square = product(M, M)
+        M = M * _UNIT
+        square = _squared(M, product)
         # The fourth root of the sum of fourth powers: no smaller than the largest eigenvalue, and near it.
-        bound = torch.linalg.matrix_norm(square).sqrt()[:, None, None]
-        Y, square = M / bound, square / bound.square()
+        bound = (torch.linalg.matrix_norm(square) / _UNIT).sqrt()[:, None, None]
+        Y, square = M.div_(bound), square.div_(bound.square())
         for j in range(1, last + 1):
-            square = square if j == 1 else product(Y, Y)
+            square = square if j == 1 else _squared(Y, product)
             # Y has eigenvalues from condition^-(1/2ʲ⁻¹) to 1, and the iteration sees their square roots.
-            schedule = minimax(condition ** (0.5**j), error)
+            schedule = minimax(condition ** (0.5**j), error, _TERMS)
             Y, Z = _square_roots(Y, square, schedule, product, last=j == last)
             if any(j in of_power for of_power in needed):
                 roots[j] = Z
@@ -319,15 +383,10 @@ def _by_products(
             X = roots[first] if first else torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
             for j in others:
                 X = product(X, roots[j])
-            X = X * bound.pow(-float(power))
-            out.append(0.5 * (X + X.mT))
-    residuals = [M.new_zeros(len(M))]
-    with products_in("single", M.device) as product:
-        for j, Z in roots.items():
-            for _ in range(j - 1):
-                Z = product(Z, Z)
-            residuals.append(_residual(M, Z * bound.rsqrt(), product))
-    return out, torch.stack(residuals).amax(0)
+            out.append(torch.add(X, X.mT).mul_(0.5 * bound.pow(-float(power))))
+    halves = [[Z] * 2 ** (j - 1) for j, Z in roots.items()]  # factors of M^-½
+    residuals = [residual_of([*half, M, *half], _UNIT) for half in halves] or [M.new_zeros(len(M))]
+    return out, residuals[0] if len(residuals) == 1 else torch.stack(residuals).amax(0)
 
 
 def _roots_of(power: Fraction, depth: int) -> list[int]:
@@ -340,34 +399,66 @@ def _roots_of(power: Fraction, depth: int) -> list[int]:
     return [1, 1] if power == 1 else [j for j in range(1, depth + 1) if digits >> (depth - j) & 1] or [0]
 
 
+def _squared(T: Tensor | Operand, product: Products) -> Tensor:
+    operand = T if isinstance(T, tuple) else product.operand(T)
+    return product(operand, operand, alpha=1 / _UNIT)
+
+
 def _square_roots(
-    Y: Tensor,
-    square: Tensor,
-    schedule: Sequence[Coefficients],
-    product: Callable[[Tensor, Tensor], Tensor],
-    *,
-    last: bool,
+    Y: Tensor, square: Tensor, schedule: Sequence[Coefficients], product: Products, *, last: bool
 ) -> tuple[Tensor, Tensor]:
     """Y^½ and Y^-½ for eigenvalues in (0, 1]; ``square`` is Y². ``last``: only Y^-½ is needed, Y is anything."""
-    T, Z = Y, None
-    for step, (a, b, c) in enumerate(schedule, 1):
-        if Z is not None:
-            T = product(Z, Y)
-            square = product(T, T)
-        H = square.mul(c).add_(T, alpha=b)
-        H.diagonal(dim1=1, dim2=2).add_(a)
-        if not last or step < len(schedule):
-            Y = product(Y, H)
-        Z = H if Z is None else product(H, Z)
-    assert Z is not None
+    first, *others = schedule
+    Z = _polynomial(Y.clone(), square, first, product)
+    z = product.operand(Z)
+    Y = Y if last and not others else product(product.operand(Y), z)
+    for step, coefficients in enumerate(others, 1):
+        y = product.operand(Y)
+        T = product(z, y)
+        if step == len(others):
+            c, G = _near_one(T.div_(_UNIT), coefficients)
+            return Y if last else torch.baddbmm(Y, Y, G, beta=c), torch.baddbmm(Z, G, Z, beta=c)
+        h = product.operand(_polynomial(T, _squared(T, product), coefficients, product))
+        Y, Z = product(y, h), product(h, z)
+        z = product.operand(Z)
     return Y, Z
 
 
-def _residual(M: Tensor, root: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """‖1 − Z M Z‖_F/√n [b]."""
-    E = product(product(root, M), root)
-    E.diagonal(dim1=1, dim2=2).sub_(1.0)
-    return torch.linalg.matrix_norm(E) / math.sqrt(M.shape[-1])
+def _polynomial(T: Tensor, square: Tensor, coefficients: Coefficients, product: Products) -> Tensor:
+    """c₀ + c₁T + (c₂ + c₃T + c₄T²)T², in the memory of T."""
+    c0, c1, c2, c3, c4 = coefficients
+    G = torch.add(T, square, alpha=c4 / c3)
+    G.diagonal(dim1=1, dim2=2).add_(_UNIT * c2 / c3)
+    H = product.add_(T, product.operand(G), product.operand(square), beta=c1 / _UNIT, alpha=c3 / _UNIT**2)
+    H.diagonal(dim1=1, dim2=2).add_(c0)
+    return H
+
+
+def _near_one(T: Tensor, coefficients: Coefficients) -> tuple[float, Tensor]:
+    """d₀ and d₁E + (d₂ + d₃E + d₄E²)E², whose sum is the same polynomial of T = 1 + E, in the memory of T."""
+    d0, d1, d2, d3, d4 = _shifted(coefficients, by=1)
+    T.diagonal(dim1=1, dim2=2).sub_(1.0)
+    square = torch.bmm(T, T)
+    G = torch.mul(square, d4).add_(T, alpha=d3)
+    G.diagonal(dim1=1, dim2=2).add_(d2)
+    return d0, T.baddbmm_(G, square, beta=d1)
+
+
+def residual_of(factors: Sequence[Tensor], unit: float = 1.0) -> Tensor:
+    """‖1 − ABC…/u‖_F/√n [b] in single precision, for factors [b n n]: exact for small n, else by products with signs.
+
+    >>> residual_of([torch.eye(40)[None], 1.1 * torch.eye(40)[None]])
+    tensor([0.1000])
+    """
+    like = factors[0]
+    n, probes = like.shape[-1], min(like.shape[-1], _PROBES)
+    few = torch.eye(n, dtype=like.dtype, device=like.device)
+    few = few if n == probes else signs(n, like.dtype, like.device, probes)
+    X = few = few.expand(len(like), -1, -1)
+    with products_in("single", like.device) as product:
+        for factor in reversed(factors):
+            X = product(factor, X)
+    return torch.linalg.matrix_norm(X.sub_(few, alpha=unit)) / (unit * math.sqrt(n if n == probes else n * probes))
 
 
 # Polar factors.
@@ -392,7 +483,7 @@ def polar(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dt
     X = stack.mT if tall else stack
     with full_precision(M.device):
         X = X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST)
-        for a, b, c in schedule:
+        for a, b, c in schedule:  # of the fifth degree
             G = torch.bmm(X, X.mT)
             X = torch.baddbmm(X, torch.baddbmm(G, G, G, beta=b, alpha=c), X, beta=a)
     return (X.mT if tall else X).reshape(M.shape)

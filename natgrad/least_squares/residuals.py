@@ -19,7 +19,7 @@ _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the
 
 
 @final
-class Residuals:
+class ResidualFunction:
     """``fun`` of one fit, or of b fits beside each other, with unknowns flattened to x [b n] and residuals to r [b m].
 
     The Jacobian [b m n] comes in the cheapest of three ways. Where every residual is a function of the unknowns and of
@@ -39,10 +39,10 @@ class Residuals:
         self._by_copies: bool | None = None  # not known yet
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
 
-    def of(self, rows: Tensor) -> Residuals:
+    def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
         args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
-        some = Residuals(self.fun, self.like, args, self.batch)
+        some = ResidualFunction(self.fun, self.like, args, self.batch)
         some.shape, some._by_copies = self.shape, self._by_copies
         return some
 

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.residuals import Residuals
+from natgrad.least_squares.residuals import ResidualFunction
 from natgrad.least_squares.trust_region import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
 
 _WHY = {
@@ -40,7 +40,7 @@ class FitResult:
     optimality: Tensor  # the largest entry of the gradient, of unknowns that are not held by a bound
     nfev: Any  # an int, or [b]
     status: Any
-    residuals: Residuals = field(repr=False)  # which knows the order of the unknowns
+    residuals: ResidualFunction = field(repr=False)  # which knows the order of the unknowns
     shortened: int  # how many trial steps were shortened because residuals there were not finite
     active: Tensor  # unknowns at a bound: −1 lower, 1 upper [n]
 
@@ -89,18 +89,18 @@ class FitResult:
         m, n = self.jac.shape[-2:]
         if isinstance(self.status, Tensor):
             kinds = self.status.unique().tolist()
-            sentences = [f"{int((self.status == kind).sum())} fits by {_WHY[kind]}" for kind in kinds]
+            notes = [f"{int((self.status == kind).sum())} fits by {_WHY[kind]}" for kind in kinds]
             weak = int((torch.as_tensor(self.rank) < n).sum())
-            sentences += [f"{weak} fits have a Jacobian of rank below {n}: their covariance is infinite"] if weak else []
+            notes += [f"{weak} fits have a Jacobian of rank below {n}: their covariance is infinite"] if weak else []
         else:
-            sentences = [_WHY[self.status]]
+            notes = [_WHY[self.status]]
             if self.rank != n:
-                sentences.append(f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite")
+                notes.append(f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite")
             elif m == n:
-                sentences.append("as many unknowns as residuals: the covariance is infinite")
+                notes.append("as many unknowns as residuals: the covariance is infinite")
         if self.shortened:
-            sentences.append(f"{self.shortened} trial steps led to residuals that are not finite, and were shortened")
-        return "; ".join(sentences)
+            notes.append(f"{self.shortened} trial steps led to residuals that are not finite, and were shortened")
+        return "; ".join(notes)
 
     def __repr__(self) -> str:
         evaluations = "" if isinstance(self.nfev, Tensor) else f", {self.nfev} evaluations"

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from natgrad.errors import SingularMetricError
 from natgrad.least_squares.losses import RobustLoss
-from natgrad.least_squares.residuals import Residuals
+from natgrad.least_squares.residuals import ResidualFunction
 
 
-def differentiable(residuals: Residuals, x: Tensor, args: tuple[Any, ...], loss: RobustLoss, free: Tensor) -> Tensor:
+def differentiable(
+    residuals: ResidualFunction, x: Tensor, args: tuple[Any, ...], loss: RobustLoss, free: Tensor
+) -> Tensor:
     """x [b n], as a function of the tensors in ``args``: from ∇L(x, a) = 0 follows dx/da = −H⁻¹ ∂∇L/∂a.
 
     H is the Hessian of the cost, not its Gauss–Newton part. Unknowns that are not ``free`` [b n] stay at their bound.

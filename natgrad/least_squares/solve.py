@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.errors import NonFiniteError
 from natgrad.least_squares.losses import RobustLoss
-from natgrad.least_squares.residuals import Residuals, Unknowns
+from natgrad.least_squares.residuals import ResidualFunction, Unknowns
 from natgrad.least_squares.result import FitResult
 from natgrad.least_squares.sensitivity import differentiable
 from natgrad.least_squares.trust_region import NOT_FINITE, Fits, Rules, minimise
@@ -70,7 +70,7 @@ def least_squares(
         raise TypeError(f"args must be a tuple of further arguments of fun, got {type(args).__name__}: write (data,)")
     unknowns = _checked(x0, batch)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-    residuals = Residuals(fun, unknowns, held, batch)
+    residuals = ResidualFunction(fun, unknowns, held, batch)
     x = residuals.flatten(unknowns)
     if batch:
         _check_args(args, len(x))
@@ -97,7 +97,9 @@ def least_squares(
     return result
 
 
-def _result(residuals: Residuals, fits: Fits, loss: RobustLoss, rules: Rules, args: tuple[Any, ...]) -> FitResult:
+def _result(
+    residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, args: tuple[Any, ...]
+) -> FitResult:
     f, J = loss.weighted(fits.f, fits.J)
     batch = residuals.batch
     if not batch and fits.status == NOT_FINITE:
@@ -129,7 +131,7 @@ def _result(residuals: Residuals, fits: Fits, loss: RobustLoss, rules: Rules, ar
     )
 
 
-def _refuse(residuals: Residuals, fits: Fits, J: Tensor) -> None:
+def _refuse(residuals: ResidualFunction, fits: Fits, J: Tensor) -> None:
     if not bool(fits.f.isfinite().all()):
         bad = int((~fits.f.isfinite()).sum())
         raise NonFiniteError(
@@ -182,7 +184,7 @@ def _check_args(args: tuple[Any, ...], count: int) -> None:
             )
 
 
-def _spread(value: Any, what: str, default: float, residuals: Residuals, x: Tensor) -> Tensor:
+def _spread(value: Any, what: str, default: float, residuals: ResidualFunction, x: Tensor) -> Tensor:
     """A number, or unknowns as x0 (of one fit or of all), as [b n]."""
 
     def full(v: Any, like: Tensor, name: str) -> Tensor:
@@ -202,7 +204,7 @@ def _spread(value: Any, what: str, default: float, residuals: Residuals, x: Tens
     return residuals.flatten(full(value, like, "x0"))
 
 
-def _box(bounds: Any, residuals: Residuals, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _box(bounds: Any, residuals: ResidualFunction, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if bounds is None:
         return None, None
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
@@ -222,7 +224,7 @@ def _box(bounds: Any, residuals: Residuals, x: Tensor) -> tuple[Tensor | None, T
     return lower, upper
 
 
-def _scale(x_scale: Any, residuals: Residuals, x: Tensor) -> Tensor | None:
+def _scale(x_scale: Any, residuals: ResidualFunction, x: Tensor) -> Tensor | None:
     if isinstance(x_scale, str):
         if x_scale != "jac":
             raise ValueError(f'x_scale is "jac", or positive numbers as x0, got {x_scale!r}')

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.least_squares.choice import Number, Truth, anywhere, column, greatest, least, negated, select
 from natgrad.least_squares.losses import RobustLoss
-from natgrad.least_squares.residuals import Residuals
+from natgrad.least_squares.residuals import ResidualFunction
 from natgrad.linalg import TriangularLeastSquares
 
 RUNNING, NOT_FINITE = -1, -2
@@ -64,7 +64,7 @@ class Fits:
     shortened: Number = 0  # how many trial steps had residuals that are not finite
 
     @staticmethod
-    def start(residuals: Residuals, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
+    def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
         f = residuals(x)
         fits = Fits(x=x, f=f, D=torch.zeros_like(x) if rules.D is None else rules.D, cost=loss.cost(f))
         if len(x) == 1:
@@ -97,7 +97,7 @@ class Fits:
         return torch.linalg.vector_norm(t, dim=-1) if isinstance(self.status, Tensor) else math.hypot(*t[0].tolist())
 
 
-def minimise(residuals: Residuals, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
+def minimise(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
     """Minimise the cost of every fit from x [b n] (Moré 1978): δ minimises ‖Jδ + f‖ where ‖Dδ‖ ≤ radius.
 
     With bounds δ stays in the box: unknowns at a bound that the gradient pushes against are held, those that a step
@@ -142,7 +142,9 @@ def minimise(residuals: Residuals, x: Tensor, loss: RobustLoss, rules: Rules) ->
         first = False
 
 
-def _step(residuals: Residuals, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, first: bool) -> bool:
+def _step(
+    residuals: ResidualFunction, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, first: bool
+) -> bool:
     """Try one step of every fit, and return whether one was taken."""
     p, norm, fits.λ, slope, bend = model.within(fits)
     if rules.lower is None:
@@ -200,7 +202,7 @@ class Linearised:
     unit: Number  # ‖D‖
 
     @staticmethod
-    def of(residuals: Residuals, fits: Fits, loss: RobustLoss, rules: Rules, first: bool) -> Linearised:
+    def of(residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, first: bool) -> Linearised:
         fits.J = residuals.jacobian(fits.x, fits.f)
         f, J = loss.weighted(fits.f, fits.J)
         QR = TriangularLeastSquares.of(J, f)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate import fused
-from natgrad.geometry import require_all
 from natgrad.model import Model
 
 Fallback: TypeAlias = Literal["adamw"] | None
@@ -79,14 +78,9 @@ class AdamWUpdate:
         self._groups, self._members, self._state = groups, members, state
 
     @property
-    def gradients(self) -> dict[str, Tensor]:
-        """Those that there are, by name, in the order of the groups; sparse ones are refused."""
-        return require_all({name: p.grad for pairs in self._members for name, p in pairs if p.grad is not None})
-
-    @property
-    def complete(self) -> bool:
-        """Whether all parameters have a gradient."""
-        return all(p.grad is not None for of_group in self._members for _, p in of_group)
+    def names(self) -> list[str]:
+        """Of the parameters, in the order of the groups."""
+        return [name for pairs in self._members for name, _ in pairs]
 
     def step(self, gradients: Mapping[str, Tensor], rates: Sequence[float | Tensor], gate: Tensor | None) -> None:
         """Move the parameters that have gradients, each group with its rate; nothing where the gate is closed."""

@@ -76,7 +76,7 @@ class Freshness:
         if self.sketch is None or now.values.shape != self.sketch.shape:  # there are new layers
             drift = torch.full((), math.inf, device=self._device)
         else:
-            drift = now.drift(self.sketch).float()
+            drift = now.drift(self.sketch).float().nan_to_num(nan=math.inf)
         self._readings.send(self.world.of_first(torch.stack([drift, torch.full_like(drift, wait)])), step)
 
     def begin(self) -> None:

@@ -164,7 +164,6 @@ class LossCheck:
         self._handles.clear()
         self._watched, self._other = [], {}
 
-    @torch.no_grad()
     def report(self) -> None:
         """Say what the step that is to be made has shown, or raise where it must not be made."""
         if not self._watched:

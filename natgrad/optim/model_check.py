@@ -68,13 +68,16 @@ class ModelCheck:
         inside = list(self._module.modules())
         return inside, [child for m in inside for child in children_in(m).values()]
 
-    def check(self) -> None:
+    def check(self, *, trained: bool, estimates: bool) -> None:
         """Refuse what happened after the optimizer was made: a module that was replaced, parameters that were frozen or
         cast, and another forward of a layer that has a rule.
+
+        ``trained``: every parameter has a gradient, so it is there and not frozen. ``estimates``: the metric is due, so
+        that it matters what the layers compute.
         """
         if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
             self._refuse_cast()
-        suspicious = self._elsewhere or self._was_frozen or any(p.grad is None for p in self._model.params.values())
+        suspicious = self._elsewhere or self._was_frozen or not trained
         missing = self._missing() if suspicious and (self._hidden or self._changed()) else []
         if missing:
             raise NatgradError(
@@ -83,10 +86,7 @@ class ModelCheck:
             )
         if suspicious:
             self._refuse_frozen()
-        self._refuse_patched()
-
-    def _refuse_patched(self) -> None:
-        if patched := self._patched():
+        if patched := self._patched() if estimates else []:
             raise NatgradError(
                 f"the forward of the layer {', '.join(dict.fromkeys(patched))} was replaced after the optimizer was "
                 "made: the layer rule, which was chosen for the one before, would give a wrong metric. Make a new "

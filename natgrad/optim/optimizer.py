@@ -14,7 +14,7 @@ from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous,
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, LossMismatchError
-from natgrad.geometry import Covector, Vector, require_all
+from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
@@ -254,9 +254,10 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(self._last, _Plain):
             return self._last
         params, velocity = self.tracker.model.params, dict(self._last.velocity)
-        for names, _ in self._last.rates:
+        rates = self._update(self._last.idle, self._last.rates).rates
+        for names, _ in rates:
             velocity |= {name: self.state[params[name]]["momentum"] for name in names if name not in velocity}
-        return Step(displacement(self._last.rates, velocity, params), self._last.damping)
+        return Step(displacement(rates, velocity, params), self._last.damping)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim. A forward pass that was interrupted (KeyboardInterrupt) is forgotten."""
@@ -266,7 +267,7 @@ class NaturalGradient(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, detached, if there is one."""
-        if closure is None and self._prepared():
+        if closure is None and not self.tracker.step and self._prepared():
             return None
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
@@ -280,20 +281,22 @@ class NaturalGradient(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
                 loss_at = _loss_at(self.tracker, self._params, closure, loss, rng_state)
-            with self.tracker.checked():
-                self._step(loss_at)
-        finally:
+            grads = self._gradients()
+            with self.tracker.checked(trained=len(grads) == len(self._params)):
+                self._step(grads, loss_at)
+        except BaseException:
             self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
             self.tracker.discard()
+            raise
         return loss.detach() if isinstance(loss, Tensor) else loss
 
-    def _step(self, loss_at: Loss | None) -> None:
+    def _step(self, grads: Mapping[str, Tensor], loss_at: Loss | None) -> None:
         self.tracker.loss_check.report()
         if self.tracker.step == 0:
             for of_param in self.state.values():
                 of_param.pop("momentum", None)  # zeros, to load into
             self._mark()
-        ω, without_grad = self._differential()
+        ω, without_grad = self._differential(grads)
         if self.tracker.sees_gradients:
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
                 self.flag.check(ω, "the gradient")
@@ -305,46 +308,46 @@ class NaturalGradient(torch.optim.Optimizer):
         damping = like(self.preconditioner.damping, common_damping(self.param_groups))
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
-                self._last = self._plain_step(ω, idle, damping)
+                self._last = self._plain_step(ω, self._of_adamw(grads), idle, damping)
             else:
-                self._last = self._general_step(self.rule, ω, idle, G, damping, loss_at)
+                self._last = self._general_step(self.rule, ω, self._of_adamw(grads), idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(self.preconditioner.informed(G), estimated)
 
-    def _plain_step(self, ω: Covector, idle: frozenset[str], damping: Damping) -> _Plain:
+    def _plain_step(
+        self, ω: Covector, of_adamw: Mapping[str, Tensor], idle: frozenset[str], damping: Damping
+    ) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
 
-        ``idle``: parameters that do not move by the metric.
+        ``of_adamw``: the gradients of its parameters. ``idle``: parameters that do not move by the metric.
         """
         rule, flag, inverse = self.rule, self.flag, self.preconditioner.prepare(damping)
         adamw = self._adamw()
-        of_adamw = adamw.gradients
         names, count = [*ω, *of_adamw], len(ω)
         assert isinstance(rule, PlainRule)
 
         def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
             update, named = self._update(idle, rates), list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
-            if others:
-                flag.check(others, "the gradient")
-            velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag)
+            velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag, beside=others)
             adamw.step(others, rates, flag.value)
             return velocity, flag.value
 
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
         if (
             idle - self.tracker.outside
-            or not adamw.complete
+            or len(of_adamw) < len(adamw.names)
             or inverse.remembers
             or not is_asynchronous(gradients[0].device)
         ):
             velocity, _ = run(gradients, rates)
         else:
             numbers = [float(rate) for rate in rates]
-            velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), may_copy=True)
-        rated = self._update(idle).rates
-        moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in rated]
-        return _Plain(moved, velocity, number_of(damping))
+            velocity, flag.value = self._graphs.run(
+                run, gradients, numbers, self._graph_key(), may_copy=True, shaped=True
+            )
+        rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        return _Plain(rates, idle, velocity, number_of(damping))
 
     def _update(self, without_grad: frozenset[str], rates: Sequence[Rate] | None = None) -> ParamUpdate:
         groups, on = self.param_groups, self.momentum_on
@@ -352,6 +355,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _adamw(self) -> AdamWUpdate:
         return AdamWUpdate(self.param_groups, self._adamw_members, self.state)
+
+    def _of_adamw(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of its parameters, where they have one."""
+        return {name: grads[name] for name in self._adamw().names if name in grads}
 
     @property
     def _adamw_members(self) -> Members:
@@ -364,17 +371,17 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _graph_key(self) -> Hashable:
         """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
-        params = [p for group in self.param_groups for p in group["params"]]
         # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
         states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
-        addresses = tuple(map(Tensor.data_ptr, params + states))
-        options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
+        addresses = *map(Tensor.data_ptr, self._params.values()), *map(Tensor.data_ptr, states)
+        options = tuple([(group["momentum"], group["weight_decay"]) for group in self.param_groups])
         return self.preconditioner.version, options, addresses, self.tracker.outside
 
     def _general_step(
         self,
         rule: StepRule,
         ω: Covector,
+        of_adamw: Mapping[str, Tensor],
         idle: frozenset[str],
         G: Operator,
         damping: Damping,
@@ -387,8 +394,7 @@ class NaturalGradient(torch.optim.Optimizer):
         remembered: Vector | Covector | None = None
         if can_read(next(iter(ω.values()))):  # on a GPU a gradient that is not finite shows in the step
             self.flag.check(ω, "the gradient")
-        adamw = self._adamw()
-        if of_adamw := adamw.gradients:
+        if of_adamw:
             self.flag.check(of_adamw, "the gradient")
 
         def smooth(ω: Covector) -> Covector:
@@ -432,22 +438,31 @@ class NaturalGradient(torch.optim.Optimizer):
         self.flag.check(step.displacement, "the step")
         update.apply(step, remembered, self.flag)
         if step.accepted:
-            adamw.step(of_adamw, [group["lr"] for group in self.param_groups], self.flag.value)
+            self._adamw().step(of_adamw, [group["lr"] for group in self.param_groups], self.flag.value)
         for group in self.param_groups:
             group["damping"] = step.damping
         return step
 
-    def _differential(self) -> tuple[Covector, frozenset[str]]:
+    def _gradients(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        grads = {name: p.grad for name, p in self._params.items()}
+        if [name for name, grad in grads.items() if grad is None or grad.is_sparse]:
+            there = {name: grad for name, grad in grads.items() if grad is not None}
+            refuse_sparse(there)
+            return there
+        return grads  # type: ignore[return-value]  # none is None
+
+    def _differential(self, grads: Mapping[str, Tensor]) -> tuple[Covector, frozenset[str]]:
         """The gradient, with zeros where there is none, and the parameters that have none."""
         params = self.tracker.model.params
-        grads = {name: p.grad for name, p in params.items()}
-        without = [name for name, grad in grads.items() if grad is None]
-        if without or not grads:
-            if all(p.grad is None for p in self._params.values()):
+        without: list[str] = []
+        if len(grads) < len(self._params):
+            if not grads:
                 raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
+            without = [name for name in params if name not in grads]
             self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
-            grads.update({name: torch.zeros_like(params[name]) for name in without})
-        return Covector(require_all(grads)), frozenset(without)
+            grads = {**grads, **{name: torch.zeros_like(params[name]) for name in without}}
+        return Covector({name: grads[name] for name in params}), frozenset(without)
 
     def _without_metric(self, ω: Covector, names: frozenset[str], estimated: bool) -> frozenset[str]:
         """Parameters with a gradient that no estimate of the metric has seen: in a metric of 0 they would move by ω/λ.
@@ -488,7 +503,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _metered(self, ω: Covector, idle: frozenset[str]) -> Covector:
         """The gradient with zeros where the metric sees nothing, in memory that stays."""
-        blind = [name for name in ω if name in idle and self.tracker.model.params[name].grad is not None]
+        blind = [name for name in idle if self.tracker.model.params[name].grad is not None]
         if not blind:
             return ω
         for name in blind:
@@ -577,7 +592,8 @@ class NaturalGradient(torch.optim.Optimizer):
 class _Plain:
     """A plain step. The velocities of groups with momentum on steps are their momenta, until the next step."""
 
-    rates: Sequence[tuple[Sequence[str], Rate]]
+    rates: Sequence[Rate]  # of every group
+    idle: frozenset[str]  # parameters that did not move by the metric
     velocity: Mapping[str, Tensor]  # of the other groups
     damping: float
 

@@ -65,7 +65,7 @@ class Preconditioner:
         """
         if self.freshness is not None:
             self.freshness.read(step)
-        inverse, freshness = self.inverse, copy.copy(self.freshness)
+        inverse, freshness = self.inverse, self.freshness and copy.copy(self.freshness)
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
         if inverse is not None and inverse.remembers:
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used
@@ -149,10 +149,8 @@ class Preconditioner:
 
     def sharp(self, ω: Covector, damping: Damping) -> Vector:
         """(G + λ)⁻¹ω in the precision of the metric, under autocast too. The result may be overwritten."""
-        inverse = self.prepare(damping)
-        with full_precision(self._device):
-            v = inverse.sharp(ω)
-        return v.map(torch.clone) if inverse.remembers else v
+        self.prepare(damping)
+        return self.sharp_alone(ω)
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
         """(G + λ)⁻¹ω and ⟨ω, (G + λ)⁻¹ω⟩ []."""
@@ -160,6 +158,13 @@ class Preconditioner:
         with full_precision(self._device):
             v, pairing = self.inverse.sharp_with_pairing(ω)
         return (v.map(torch.clone) if self.inverse.remembers else v), pairing
+
+    def sharp_alone(self, ω: Covector) -> Vector:
+        """(G + λ)⁻¹ω with the inverse that is there. The result may be overwritten."""
+        assert self.inverse is not None
+        with full_precision(self._device):
+            v = self.inverse.sharp(ω)
+        return v.map(torch.clone) if self.inverse.remembers else v
 
     def sharp_apart(self, ω: Covector) -> Vector:
         """As ``sharp``, of a covector unlike the gradient: an iterative solver does not start from its solution."""

@@ -260,7 +260,8 @@ class MetricTracker:
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
         self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
-        self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
+        layers = [] if self.metric.source == "gradients" else observer.blocks  # gradients tell nothing of a forward
+        self._check = ModelCheck(self.model if whole is None else whole, self.module, layers)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
         # A hook on a compiled module itself runs outside of the compiled code.
@@ -304,12 +305,13 @@ class MetricTracker:
 
     def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
-        problem = self._problem
-        if problem is None and self.due and not self.has_estimate:
+        problem, due = self._problem, self.due
+        if problem is None and due and not self.has_estimate:
             problem = NatgradError(self._what_is_missing())
         if self.metric.source == "gradients":  # of all processes, and the same in each
-            World().agree(problem)
-        elif not self._joined and (self.due or self.fresh is not None):
+            if problem is not None:
+                raise problem
+        elif not self._joined and (due or self.fresh is not None):
             self.world.agree(problem)
         if self.fresh is None:
             assert self.average is not None
@@ -439,7 +441,7 @@ class MetricTracker:
     @property
     def sees_gradients(self) -> bool:
         """Whether the metric is estimated from the gradient of this step."""
-        return self.due and self.metric.source == "gradients"
+        return self.metric.source == "gradients" and self.due
 
     def see_gradient(self, ω: Covector, without: frozenset[str]) -> None:
         """Estimate g gᵀ of the gradient of this step.
@@ -451,10 +453,9 @@ class MetricTracker:
         with full_precision(self.model.example.device):
             if alone:
                 assert self.average is not None
-                weight = replace(self.weight).next(1)
-                self.average = self.structure.absorb_gradient(sample, self.average, weight)
-                self.weight.next(1)
-                self.absorbed = True
+                weight = replace(self.weight)
+                self.average = self.structure.absorb_gradient(sample, self.average, weight.next(1))
+                self.weight, self.absorbed = weight, True
             else:
                 estimate = self.structure.of_gradient(sample, self.average)
                 # The first one is checked on a GPU, too, as in ``_hold``.
@@ -472,7 +473,7 @@ class MetricTracker:
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
         if not self.structure.one_pass:
             self.model.check_separable()
-        with self.checked():
+        with self.checked(trained=False):
             batch = Batch(self.model, x, target)
             try:
                 self._add(self.observer.of(batch, averaged=self._averaged))
@@ -491,9 +492,12 @@ class MetricTracker:
         finally:
             self._suspended = before
 
-    def checked(self) -> AtStep:
-        """The model has the parameters of the optimizer; NaN and infinity inside are reported with the step."""
-        self._check.check()
+    def checked(self, *, trained: bool) -> AtStep:
+        """The model has the parameters of the optimizer; NaN and infinity inside are reported with the step.
+
+        ``trained``: all of them have a gradient.
+        """
+        self._check.check(trained=trained, estimates=self.due)
         return AtStep(self.step)
 
     def before_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:

@@ -242,84 +242,108 @@ def displacement(
 
 
 def plain_step(
-    ω: Covector, update: ParamUpdate, *, inverse: Preconditioner, rule: PlainRule, flag: Flag
+    ω: Covector,
+    update: ParamUpdate,
+    *,
+    inverse: Preconditioner,
+    rule: PlainRule,
+    flag: Flag,
+    beside: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the numbers c of the rule: everything in place.
 
     With momentum on gradients v = (μm + (1 − μ)ω)♯ for the new m, and θ ← (1 − lr·wd)θ − lr·c·v.
 
     On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
-    there, the old values stay, and the kernels can be captured. Returns the velocities that are no momentum, and are
-    kept nowhere else.
+    there, the old values stay, and the kernels can be captured. ``beside``: gradients that are not in ω and must be
+    finite, too. Returns the velocities that are no momentum, and are kept nowhere else.
     """
-    smoothed, on_steps = update.smoothed(ω), update.momentum_on == "steps"
-    if type(rule).direction is PlainRule.direction:
-        v, pairing = inverse.sharp_with_pairing(smoothed)  # which some inverses have on the way
-    else:
-        v = rule.direction(smoothed, inverse.sharp_apart)
-        pairing = fused.pairing([(smoothed[name], t) for name, t in v.items()])
-    rates = update.rates
-    if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
+    asynchronous = is_asynchronous(next(iter(ω.values())).device)
+    if beside and not asynchronous:
+        flag.check(beside, "the gradient")
+    smoothed, on_steps, rates = update.smoothed(ω), update.momentum_on == "steps", update.rates
+    v, pairing = _direction(smoothed, inverse, rule, measured=rule.measured or not asynchronous)
+    if pairing is None:
+        square = torch.zeros(())  # nobody reads it
+    elif len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
         square = pairing * rates[0][1] ** 2 if rates else pairing
     else:
         square = squared_length(smoothed, v, rates)
     scale = rule.scale(v, square)
+    finite = {**beside} if pairing is None else {**beside, "": pairing}  # ⟨ω, v⟩ is finite only if ω and v are
     if scale is not None and not isinstance(scale, Tensor):
         rescale_(v, scale)  # a number for each parameter
+        finite |= {f" {name}": number for name, number in scale.items()}
         scale = None
-    if is_asynchronous(pairing.device):
-        # ⟨ω, v⟩ is finite only if ω and v are.
-        flag.look({"": pairing})
-        if on_steps and _roll(v, scale, update, flag):
-            return {}
-    elif not math.isfinite(float(pairing)):
+    if asynchronous and on_steps and _can_roll(v, update):
+        flag.look(finite)
+        _roll(v, scale, update, flag)
+        return {}
+    if pairing is not None and not asynchronous and not math.isfinite(float(pairing)):
         flag.check(ω, "the gradient")
         flag.check(v, "the step")  # else the sum has overflowed, and no number in it
-    if scale is not None and (is_asynchronous(scale.device) or float(scale) != 1.0):
+    if scale is not None and (asynchronous or float(scale) != 1.0):
         fused.scale_(list(v.values()), scale)
     update.accelerate(v)
-    moving = {name: v[name] for names, _ in rates for name in names}
-    if moving:
-        _check_velocity(moving, rates, flag)
+    moving = _farthest({name: v[name] for names, _ in rates for name in names}, rates)
+    if not asynchronous and moving:
+        flag.check(moving, "the step")
+    elif asynchronous:
+        half = any(t.dtype is torch.float16 for t in moving.values())
+        bounded = rule.bounded and not on_steps and not half and len(finite) > len(beside)
+        flag.look((finite if bounded else {**finite, **moving}) or v)  # ⟨ω, v⟩ or c tell of a bounded c·v
     for group in update.groups:
         velocity = [v[name] for name in group.names]
-        group.decay(flag.value)
-        fused.descend_(group.params, velocity, group.rate, gate=flag.value)
+        fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)
         if group.momentum:
             group.remember(velocity if on_steps else [ω[name] for name in group.names], flag.value)
     without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
     return {name: v[name] for group in without_velocity for name in group.names}
 
 
-def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> bool:
-    """m ← μm + c·v, θ ← θ − lr·m in one pass over all three, where the fused kernel can do that.
+def _direction(
+    ω: Covector, inverse: Preconditioner, rule: PlainRule, *, measured: bool
+) -> tuple[Vector, Tensor | None]:
+    """v and, if it is ``measured``, ⟨ω, v⟩ []."""
+    if type(rule).direction is not PlainRule.direction:
+        v = rule.direction(ω, inverse.sharp_apart)
+        return v, fused.pairing([(ω[name], t) for name, t in v.items()]) if measured else None
+    return inverse.sharp_with_pairing(ω) if measured else (inverse.sharp_alone(ω), None)
+
+
+def _can_roll(v: Vector, update: ParamUpdate) -> bool:
+    """Whether the fused kernel can do ``_roll``.
 
     Not in float16, where μm + v may leave the range though v does not, nor in double precision, as c is in single.
     """
-    momenta = [group.momenta for group in update.groups]
-    for group, of_group in zip(update.groups, momenta, strict=True):
+    for group in update.groups:
+        momenta = group.momenta
         dtypes = {v[name].dtype for name in group.names}
-        if len(of_group) < len(group.names) or not dtypes <= {torch.float32, torch.bfloat16}:
+        if len(momenta) < len(group.names) or not dtypes <= {torch.float32, torch.bfloat16}:
             return False
-        if any(m.stride() != p.stride() for m, p in zip(of_group.values(), group.params, strict=True)):
+        if any(m.stride() != p.stride() for m, p in zip(momenta.values(), group.params, strict=True)):
             return False
+    return True
+
+
+def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> None:
+    """m ← μm + c·v, θ ← θ − lr·m in one pass over all three."""
     divisor = None if scale is None else scale.float().reciprocal()
-    for group, of_group in zip(update.groups, momenta, strict=True):
+    for group in update.groups:
         group.decay(flag.value)
         fused.momentum_update_(
             group.params,
             [v[name] for name in group.names],
-            list(of_group.values()),
+            list(group.momenta.values()),
             rate=group.rate,
             momentum=group.momentum,
             divisor=divisor,
             gate=flag.value,
         )
-    return True
 
 
-def _check_velocity(velocity: dict[str, Tensor], rates: Sequence[tuple[Sequence[str], Rate]], flag: Flag) -> None:
-    """Raise or set the flag if −lr·m is not finite. It may leave the range of its precision where m does not."""
+def _farthest(velocity: dict[str, Tensor], rates: Sequence[tuple[Sequence[str], Rate]]) -> Mapping[str, Tensor]:
+    """m, or −lr·m where that may leave the range of its precision though m does not."""
     longer = any(not isinstance(rate, Tensor) and abs(rate) > 1 for _, rate in rates)
     half = any(t.dtype is torch.float16 for t in velocity.values())
-    flag.check(displacement(rates, velocity, velocity) if longer or half else velocity, "the step")
+    return displacement(rates, velocity, velocity) if longer or half else velocity

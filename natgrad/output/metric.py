@@ -26,12 +26,15 @@ class Coupling:
 
     ``K``: for C = K⁻¹, the kernel matrix; some structures solve with K and never invert it. ``L``: a root, C = L Lᵀ,
     which mixes rows; products with it use its dtype. ``weights``: c [n] if C = diag(c), which mixes no examples.
+    ``matched``: whether S ⊗ A of a layer is given the trace of the coupled metric; without it, its factors are left as
+    they are.
     """
 
     C: Tensor
     K: Tensor | None = None
     L: Tensor | None = None
     weights: Tensor | None = None
+    matched: bool = True
 
     @staticmethod
     def of_weights(c: Tensor, dtype: torch.dtype) -> Coupling:

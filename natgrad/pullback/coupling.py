@@ -83,11 +83,12 @@ class Mixing:
     L: Tensor
     dtype: torch.dtype  # of the factors
     memo: dict[Hashable, Any]  # of the tape: what stays where it is from one pass to the next
+    matched: bool = True  # κ as above, and 1 without
 
     @staticmethod
-    def of(C: Tensor, L: Tensor, dtype: torch.dtype, memo: dict[Hashable, Any]) -> Mixing:
+    def of(C: Tensor, L: Tensor, dtype: torch.dtype, memo: dict[Hashable, Any], *, matched: bool = True) -> Mixing:
         """In memory that stays, so that captured kernels find it there."""
-        return Mixing(at_fixed_address(memo, "C", C), at_fixed_address(memo, "L", L), dtype, memo)
+        return Mixing(at_fixed_address(memo, "C", C), at_fixed_address(memo, "L", L), dtype, memo, matched)
 
     @property
     def address_key(self) -> Hashable:
@@ -101,7 +102,7 @@ class Mixing:
         A factor that the coupling makes zero (the inputs of a bias, centred) says nothing: a multiple of the identity
         with the trace that it has without a coupling is taken, which is what a bias has.
         """
-        plain, coupled = self.traces(a, g)
+        plain, coupled = self.traces(a, g) if self.matched else (None, None)
         a, g = sharing.inputs(counted(a, g, block)), sharing.outputs(g)
         before = [trace(x.squares().total).to(self.dtype) for x in (g, a)]
         s = sharing.output_moment(g.mixed(self.L), block).total.to(self.dtype)
@@ -110,6 +111,8 @@ class Mixing:
         # Of squares of what is mixed. n equal inputs keep 1/n.
         rounding = len(self.C) * max(64 * torch.finfo(self.dtype).eps ** 2, 8 * torch.finfo(torch.float64).eps)
         of_s, of_a = (_trace_or_identity(x, was, rounding) for x, was in zip((s, total), before, strict=True))
+        if plain is None or coupled is None:
+            return s, Moment(total, moment.count)
         now = of_s.double() * of_a * plain
         κ = coupled * before[0] * before[1] / now
         κ = torch.where(now > 0, κ, 1.0).to(self.dtype)  # without any gradient there is nothing to scale

@@ -24,6 +24,7 @@ from typing import ClassVar, NoReturn, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.averages import gram
 from natgrad.accelerate.inverses import layers_at_once, stacked
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
@@ -173,7 +174,7 @@ def stream_gradient(
     else:
         # Where the factors lie tells which matrices they are of.
         key = "gradient", inputs_only, sink.address_key, None if nearest is None else nearest.address_key
-        sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True)
+        sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True, shaped=True)
 
 
 def squared_gradients(sample: GradientSample, blocks: Sequence[Block], bases: Sequence[Rotations]) -> list[Tensor]:
@@ -227,21 +228,26 @@ def _put(
     only_s, only_a = (len(side) == 2 for side in shapes(blocks[batch[0]]))
     o, k, i = G.shape[1:]
     wide, tall = G.view(len(batch), o, k * i), G.view(len(batch), o * k, i)
-    if nearest is not None:
-        scale = G.square().mean((1, 2, 3)).pow(-0.25).nan_to_num(posinf=0.0)  # of a gradient that is zero
-        if nearest.fits(blocks[batch[0]]):
-            left, right = nearest.roots([blocks[b] for b in batch], scale)
-            half = tall @ right.mT if right.ndim == 3 else tall * right.unsqueeze(1)
-            other = left @ wide if left.ndim == 3 else left.unsqueeze(2) * wide
-            wide, tall = half.view_as(wide), other.view_as(tall)
-        else:
-            wide = wide * scale[:, None, None]
-            tall = wide.view_as(tall)
-    if inputs_only:
-        S = wide.new_full((len(batch), o), i * k)
-    else:
-        S = wide.square().sum(2) if only_s else torch.bmm(wide, wide.mT)
-    A = tall.square().sum(1) if only_a else torch.bmm(tall.mT, tall)
+    if nearest is not None and nearest.fits(blocks[batch[0]]):
+        left, right = nearest.roots([blocks[b] for b in batch], lambda: _scale(G))
+        half = torch.bmm(tall, right.mT) if right.ndim == 3 else tall * right.unsqueeze(1)
+        other = torch.bmm(left, wide) if left.ndim == 3 else left.unsqueeze(2) * wide
+        wide, tall = half.view_as(wide), other.view_as(tall)
+    elif nearest is not None:
+        wide = wide * _scale(G)[:, None, None]
+        tall = wide.view_as(tall)
+    S = wide.new_ones(len(batch), o) if inputs_only else _moment(wide, i * k, only_diagonal=only_s)
+    A = _moment(tall.mT, o * k, only_diagonal=only_a)
     for at, b in enumerate(batch):
-        sink.put(b, "S", Moment(S[at : at + 1], i * k))
-        sink.put(b, "A", Moment(A[at : at + 1], o * k))
+        sink.put(b, "S", Moment(S[at : at + 1], 1))
+        sink.put(b, "A", Moment(A[at : at + 1], 1))
+
+
+def _moment(x: Tensor, count: int, *, only_diagonal: bool) -> Tensor:
+    """x xᵀ/count [b d d] of x [b d n], or its diagonal [b d]."""
+    return x.square().sum(2) / count if only_diagonal else gram(x, count)
+
+
+def _scale(G: Tensor) -> Tensor:
+    """m^-¼ [b], m the mean of g²; zero of a gradient that is zero."""
+    return G.square().mean((1, 2, 3)).pow(-0.25).nan_to_num(posinf=0.0)

@@ -118,7 +118,7 @@ def coupled_by(pb: Pullback, tape: Tape) -> Mixing | Weights | None:
         return None
     if pb.coupled.weights is not None:
         return Weights.of(pb.coupled.weights, pb.y.dtype, tape.memo)
-    return Mixing.of(pb.coupled.C, pb.mixing(), pb.y.dtype, tape.memo)
+    return Mixing.of(pb.coupled.C, pb.mixing(), pb.y.dtype, tape.memo, matched=pb.coupled.matched)
 
 
 def whole(pb: Pullback) -> bool:

@@ -12,17 +12,47 @@ E[g gᵀ · aᵀA⁻¹a] is Σ_k G_k A⁻¹ G_kᵀ (``natgrad.pullback.gradient`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import SymFactor, diagonal, stacked
 from natgrad.pullback.layer import Block
 from natgrad.pullback.sharing import Sharing, counted
 from natgrad.rules.features import Features, Moment
+
+
+@final
+class RootCheck:
+    """Whether all roots were positive at the last refresh, as far as the host has read: none is that of a zero factor.
+
+    >>> check = RootCheck()
+    >>> before = bool(check)
+    >>> check.look([torch.eye(2)[None], torch.ones(1, 3)])
+    >>> before, bool(check)
+    (False, True)
+    """
+
+    def __init__(self) -> None:
+        self._positive = False
+        self._smallest: Tensor | None = None  # on its way to the host
+
+    def look(self, roots: Sequence[SymFactor]) -> None:
+        """At the roots of a refresh: a positive matrix has a positive diagonal."""
+        self._positive = bool(self)
+        if roots:
+            self._smallest = to_host_async(torch.cat([diagonal(root)[:, 0] for root in roots]).amin())
+
+    def __bool__(self) -> bool:
+        if self._smallest is not None and not math.isnan(smallest := float(self._smallest)):
+            self._positive, self._smallest = 0 < smallest < math.inf, None
+        return self._positive
 
 
 @final
@@ -31,16 +61,17 @@ class NearestProduct:
     """The step of the fixed point for layers that have an inverse; the others have the means of both sides.
 
     A factor whose inverse is zero (inputs that were always zero) does not weigh: the other one is a mean. So it keeps
-    its scale, where the fixed point would lose it.
+    its scale, where the fixed point would lose it. ``positive``: it is known that there is none, and nothing is asked.
     """
 
     halves: Mapping[tuple[str, ...], tuple[SymFactor, SymFactor]]  # S^-½ and A^-½ by the parameters of a layer
     dtype: torch.dtype  # of the factors
+    positive: bool = False
 
-    @property
+    @cached_property
     def address_key(self) -> Hashable:
-        """Where captured kernels read."""
-        return tuple((names, *(t.data_ptr() for t in pair)) for names, pair in self.halves.items())
+        """Where captured kernels read, and what they ask."""
+        return self.positive, tuple((names, *(t.data_ptr() for t in pair)) for names, pair in self.halves.items())
 
     def fits(self, block: Block) -> bool:
         """Whether there is an inverse of this layer."""
@@ -55,29 +86,33 @@ class NearestProduct:
         """
         left, right = self.halves[block.names]
         a, g = sharing.inputs(counted(a, g, block)), sharing.outputs(g)
-        w = _mean_lengths(a, right, 1.0)
-        v = _mean_lengths(g, left, share * a.shape[-4] / _positive(a.count()))  # a mean of a aᵀ is over N·R positions
+        w = self._mean_lengths(a, right, 1.0)
+        among = share * a.shape[-4] / _positive(a.count())  # a mean of a aᵀ is over N·R positions
+        v = self._mean_lengths(g, left, among)
         S = sharing.output_moment(g.weighed(w), block).to(self.dtype)
         return S, sharing.input_moment(a.weighed(v), block).to(self.dtype)
 
-    def roots(self, blocks: Sequence[Block], otherwise: Tensor) -> tuple[SymFactor, SymFactor]:
+    def roots(self, blocks: Sequence[Block], otherwise: Callable[[], Tensor]) -> tuple[SymFactor, SymFactor]:
         """S^-½ and A^-½ [b d d] of layers of one shape; a multiple [b] of the identity where a root is zero."""
-        sides = zip(*(self.halves[block.names] for block in blocks), strict=True)
-        left, right = (_alive(stacked(side), otherwise) for side in sides)
-        return left, right
+        left, right = map(stacked, zip(*(self.halves[block.names] for block in blocks), strict=True))
+        if self.positive:
+            return left, right
+        number = otherwise()
+        return _alive(left, number), _alive(right, number)
+
+    def _mean_lengths(self, x: Features, root: SymFactor, otherwise: float | Tensor) -> Tensor:
+        """‖Rx‖²/d [n r c], or another number where R is zero."""
+        lengths = x.lengths(root) / root.shape[-1]
+        if self.positive:
+            return lengths
+        number = otherwise.to(lengths) if isinstance(otherwise, Tensor) else otherwise
+        return torch.where(diagonal(root).sum(-1) > 0, lengths, number)
 
 
 def _alive(root: SymFactor, otherwise: Tensor) -> SymFactor:
     on_diagonal = diagonal(root)
     more = torch.where(on_diagonal.sum(1) > 0, 0.0, otherwise.to(root.dtype)).unsqueeze(1).expand_as(on_diagonal)
     return root + (torch.diag_embed(more) if root.ndim == 3 else more)
-
-
-def _mean_lengths(x: Features, root: SymFactor, otherwise: float | Tensor) -> Tensor:
-    """‖Rx‖²/d [n r c], or another number where R is zero."""
-    lengths = x.lengths(root) / root.shape[-1]
-    number = otherwise.to(lengths) if isinstance(otherwise, Tensor) else otherwise
-    return torch.where(diagonal(root).sum(-1) > 0, lengths, number)
 
 
 def _positive(count: int | Tensor) -> int | Tensor:

@@ -701,6 +701,7 @@ def _placed(coupled: Coupling, y: Tensor) -> Coupling:
         None if K is None else K.to(y.device, torch.float64),
         None if L is None else L.to(y.device),
         None if weights is None else weights.to(y.device, torch.float64),
+        coupled.matched,
     )
 
 

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook, without_hooks
 from natgrad.accelerate.vjp import pulled
+from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
 from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
@@ -242,6 +243,8 @@ class Recorder:
                 call, half = Call((x,), {}, module.training), output.dtype is torch.float16
                 self.uses.append(Use(self._ruled(module), call, (edge_of(output),), (output.shape,), half))
             return None
+        if isinstance(output, Jet):
+            return self._watch_jet(module, args, output)
         if not any(t.requires_grad for t in tensors_of(output)):
             return None
         call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
@@ -257,6 +260,15 @@ class Recorder:
         self.uses.append(Use(of, call, edges, tuple(t.shape for t in outputs), half, source))
         return output if module in self._replayed else None
 
+    def _watch_jet(self, module: nn.Module, args: tuple[Any, ...], output: Jet) -> None:
+        """A call with derivatives by the inputs (``natgrad.pde``): all channels are positions."""
+        z = output.channels
+        if self._rules[module].takes_jets and len(args) == 1 and isinstance(args[0], Jet) and z.requires_grad:
+            x = args[0].detached()
+            call = Call((x, homogeneous(x)), {}, module.training)
+            use = Use(self._ruled(module), call, (edge_of(z),), (z.shape,), z.dtype is torch.float16)
+            self.uses.append(use)
+
     def _ruled(self, module: nn.Module) -> Ruled:
         """A layer whose parameters enter the graph once in each call; cached."""
         ruled = self._once.get(module)
@@ -267,7 +279,8 @@ class Recorder:
         return ruled
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
+        tensors = [output.channels] if isinstance(output, Jet) else tensors_of(output)
+        self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         if self._bound is not None and self.bytes > self._bound:
             raise TapeOverflow
 

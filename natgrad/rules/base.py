@@ -60,6 +60,7 @@ class Rule(ABC):
     shares_factors: ClassVar[bool] = False  # the groups c have one S and one A for all
     pixels: ClassVar[bool] = False  # all positions count: a ReLU or a pooling leaves many of them without a cotangent
     needs_graph: ClassVar[bool] = False  # cotangents go on through the graph of the pass, which a backward pass frees
+    takes_jets: ClassVar[bool] = False  # what a Jet carries are positions that share the weight (``natgrad.jet``)
     capturable: ClassVar[bool] = False  # inputs and cotangents read only the call, g and buffers, and never synchronise
 
     @abstractmethod

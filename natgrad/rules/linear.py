@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast, final
 
+import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate.moments import single
@@ -17,9 +18,13 @@ class LinearRule(Rule):
     """z = W̄ ā with W̄ = [W b] and ā = (a, 1): the gradient of example n is Σ_r g āᵀ (Martens and Grosse 2015).
 
     Shapes: input [n *r in] gives a [n r 1 i], output cotangents [k n *r out] give g [k n r 1 o].
+
+    Called with a ``Jet``, the layer sees value, derivatives and Laplacian as positions. The bias is added to the value
+    alone: the homogeneous coordinate, 1 there and 0 elsewhere, is the second argument of the call.
     """
 
     capturable = True
+    takes_jets = True
 
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.Linear, "weight", "bias")
@@ -32,7 +37,10 @@ class LinearRule(Rule):
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Rows:
         x = positions_in_one_axis(call.x if call.x.ndim > 1 else call.x.unsqueeze(0), 0)
-        return Rows(x if "weight" in keys else x[..., :0], "bias" in keys)
+        x, homogeneous = x if "weight" in keys else x[..., :0], call.argument(1, "homogeneous")
+        if homogeneous is None or "bias" not in keys:
+            return Rows(x, "bias" in keys)
+        return Rows(torch.cat([x, positions_in_one_axis(homogeneous, 0)], -1))
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Rows:
         return Rows(positions_in_one_axis(g if g.ndim > 2 else g.unsqueeze(1), 1))

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
 from torch import Tensor
 
-from natgrad.accelerate.fused import pairing, scale_
+from natgrad.accelerate.fused import pairing, scale_, scale_each_
 from natgrad.geometry import Covector, Vector
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
@@ -50,6 +50,22 @@ class Step:
 
 @final
 @dataclass(frozen=True)
+class ResidualSpace:
+    """Of a loss ½‖r(θ)‖²: the residuals r [m], and their Jacobian J [m p].
+
+    ``solve(t, λ)`` is (JᵀJ + λ)⁻¹Jᵀt, the damped least-squares solution of J v = t; t need not be formed from a
+    covector, which would square the condition number. ``push(v)`` is J v [m], and ``second(v)`` is the second
+    derivative of r along v [m].
+    """
+
+    value: Tensor
+    solve: Callable[[Tensor, float], Vector]
+    push: Callable[[Vector], Tensor]
+    second: Callable[[Vector], Tensor]
+
+
+@final
+@dataclass(frozen=True)
 class StepContext:
     """All that a step rule may look at. Nothing in it changes the model, and what is not asked for is not computed.
 
@@ -58,7 +74,7 @@ class StepContext:
     in ``smooth(ω)`` = μm + (1 − μ)ω, there is no velocity, and ``move(v)`` is −lr·v; else ``smooth(ω)`` is ω.
     ``acceleration(δ)`` = −Γ(δ, δ) is the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss
     of the closure at θ (None: here), if there is a closure. ``queries()`` answers questions about the model and its
-    metric on the current batch.
+    metric on the current batch. ``residuals``: of a loss of least squares, where the residuals are known.
     """
 
     step: int  # the number of steps before this one
@@ -75,6 +91,7 @@ class StepContext:
     acceleration: Callable[[Vector], Vector]
     queries: Callable[[], BatchQueries]
     loss_at: Loss | None = None
+    residuals: ResidualSpace | None = None
 
     @cached_property
     def decayed(self) -> Mapping[str, Tensor]:
@@ -83,7 +100,10 @@ class StepContext:
 
     def natural(self, damping: float | None = None) -> Vector:
         """The displacement of the natural gradient, with momentum; by default with the current damping."""
-        return self.move(self.sharp(self.smooth(self.differential), self.damping if damping is None else damping))
+        λ = self.damping if damping is None else damping
+        if self.residuals is not None:
+            return self.move(self.residuals.solve(self.residuals.value, λ))
+        return self.move(self.sharp(self.smooth(self.differential), λ))
 
     def loss(self, δ: Vector | None) -> float:
         """The loss of the closure where the step δ lands (None: here)."""
@@ -150,8 +170,12 @@ class PlainRule(StepRule):
     """A rule that multiplies the natural gradient v by numbers: δ = −lr·(μm + c·v).
 
     Such a step is made in place, without memory for δ, and on a GPU captured as a CUDA graph: ``scale`` and
-    ``direction`` must not look at the value of a tensor.
+    ``direction`` must not look at the value of a tensor. ``bounded``: c·v is finite wherever v and c are. ``measured``:
+    ``scale`` reads ``square``; else numbers c for each parameter must be NaN where v is not finite.
     """
+
+    bounded: ClassVar[bool] = False
+    measured: ClassVar[bool] = True
 
     def direction(self, ω: Covector, sharp: Callable[[Covector], Vector]) -> Vector:
         """v, in memory of its own: by default the natural gradient."""
@@ -188,4 +212,4 @@ def rescale_(v: Vector, scale: Scale) -> None:
     if scale.keys() != v.keys():
         odd = ", ".join(sorted(scale.keys() ^ v.keys()))
         raise ValueError(f"scale of a PlainRule returns a number for each parameter: it differs from these in {odd}")
-    scale_([v[name] for name in scale], list(scale.values()))
+    scale_each_([v[name] for name in scale], list(scale.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Normalised(PlainRule):
     {'w': tensor(0.0667)}
     """
 
+    bounded: ClassVar[bool] = True
+    measured: ClassVar[bool] = False
     rms: float = 0.2
 
     def __post_init__(self) -> None:
@@ -44,10 +46,11 @@ def check_rms(rule: str, rms: float) -> None:
 
 
 def ratios(lengths: Mapping[str, float], v: Vector, unit: Tensor | None = None) -> dict[str, Tensor]:
-    """The numbers [] that give every tensor of v its length (times its entry in ``unit`` [b]), and zero to zero."""
+    """The numbers [] that give every tensor of v its length (times its entry in ``unit`` [b]), and zero to zero.
+
+    NaN where v is not finite, or too long for its precision, which must not look like a step of zero.
+    """
     stretch = torch.stack(fused.divided(fused.norms(list(v.values())), list(lengths.values())))
-    stretch = stretch if unit is None else stretch / unit
-    scale = torch.where(stretch > 0, stretch.reciprocal(), 0.0)
-    # A length that has left the range must not look like a step of zero.
-    scale = torch.where(stretch.isinf(), torch.nan, scale)
+    scale = (stretch.reciprocal() + (stretch - stretch)).masked_fill_(stretch == 0, 0.0)
+    scale = scale if unit is None else scale * unit
     return dict(zip(v, scale.unbind(), strict=True))

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class Polar(PlainRule):
     Polar(rms=0.2, iteration='muon')
     """
 
+    bounded: ClassVar[bool] = True
+    measured: ClassVar[bool] = False
     rms: float = 0.2
     iteration: Literal["muon", "minimax"] = "muon"
 
@@ -81,10 +83,12 @@ class Polar(PlainRule):
             alike[min(_sides(t)), max(_sides(t)), t.dtype].append(name)
         factors: dict[str, Tensor] = {}
         for (*_, dtype), names in alike.items():
-            wide = [_wide(v[name]) for name in names]
-            for name, X in zip(names, self._iterated(torch.stack(wide)).to(dtype).unbind(), strict=True):
-                o, i = _sides(v[name])
-                factors[name] = (X.mT if o > i else X).reshape(v[name].shape)
+            wide, tall = ([name for name in names if _is_tall(v[name]) == side] for side in (False, True))
+            stack = torch.stack([_matrix(v[name]) for name in wide] + [_matrix(v[name]).mT for name in tall])
+            X = self._iterated(stack)
+            for side, Y in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
+                of_side = Y.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind()  # side by side
+                factors |= {name: t.view(v[name].shape) for name, t in zip(side, of_side, strict=True)}
         return {name: factors[name] for name in v}
 
     def _iterated(self, M: Tensor) -> Tensor:
@@ -100,7 +104,11 @@ def _sides(t: Tensor) -> tuple[int, int]:
     return t.shape[0], math.prod(t.shape[1:])
 
 
-def _wide(t: Tensor) -> Tensor:
-    """The matrix [o i] with o ≤ i, transposed if need be."""
-    M = t.reshape(len(t), -1)
-    return M.mT if M.shape[0] > M.shape[1] else M
+def _matrix(t: Tensor) -> Tensor:
+    """[o i]."""
+    return t.reshape(len(t), -1)
+
+
+def _is_tall(t: Tensor) -> bool:
+    o, i = _sides(t)
+    return o > i

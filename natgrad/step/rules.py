@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from natgrad.step.base import PlainRule, Step, StepContext, StepRule
 @dataclass(frozen=True)
 class Fixed(PlainRule):
     """δ = −lr·v: the natural gradient times the learning rate (Amari 1998)."""
+
+    bounded: ClassVar[bool] = True
 
     def scale(self, v: Vector, square: Tensor) -> None:
         return None
@@ -34,6 +36,7 @@ class KLClip(PlainRule):
     KLClip(radius=0.001)
     """
 
+    bounded: ClassVar[bool] = True
     radius: float = 1e-3
 
     def __post_init__(self) -> None:

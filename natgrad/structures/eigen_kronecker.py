@@ -153,7 +153,8 @@ class EigenKronecker(Layered):
         assert isinstance(average, EigenKroneckerOperator)
         average = average.side_by_side()
         split, _, fallback = self.split_gradient(sample, average)
-        sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
+        numbers = [b for b, block in enumerate(split.blocks) if block.names[0] not in split.unseen]
+        sink = FactorAverage(average, numbers, weight, alone=True)
         stream_gradient(sample, split.used, self.shapes, sink, bases=split.of_used(average.basis.sides))
         return average.absorbed(fallback, weight, split.unseen)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import final
 
 from torch import Tensor
@@ -21,14 +22,19 @@ class FactorAverage(FactorSink):
     """The moving averages Ā ← (1 − w) Ā + w A, and S̄ and D̄ likewise, of what arrives one by one.
 
     ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1. Every group of
-    a stacked layer has a weight of its own (``group_weights``), from A, which arrives before S.
+    a stacked layer has a weight of its own (``group_weights``), from A, which arrives before S. ``alone``: no pass
+    holds its activations meanwhile.
     """
 
-    def __init__(self, average: LayerOperator, numbers: Sequence[int], weight: Scalar) -> None:
+    def __init__(self, average: LayerOperator, numbers: Sequence[int], weight: Scalar, *, alone: bool = False) -> None:
         self.average, self.numbers = average, numbers
-        self._weight = weight
-        self._averages = PendingAverages([t for side in average.averaged_letters.values() for t in side])
+        self._weight, self._alone = weight, alone
         self._group_weights: dict[int, Tensor] = {}
+
+    @cached_property
+    def _averages(self) -> PendingAverages:  # not made where captured kernels are replayed
+        factors = [t for side in self.average.averaged_letters.values() for t in side]
+        return PendingAverages(factors, alone=self._alone)
 
     @property
     def weight(self) -> float:
@@ -39,7 +45,7 @@ class FactorAverage(FactorSink):
         return tuple(self.numbers), self.average.unseen, self.average.addresses
 
     def with_weight(self, weight: Scalar) -> FactorAverage:
-        return FactorAverage(self.average, self.numbers, weight)
+        return FactorAverage(self.average, self.numbers, weight, alone=self._alone)
 
     def put(self, b: int, side: Side, moment: Moment) -> None:
         number = self.numbers[b]
@@ -55,7 +61,7 @@ class FactorAverage(FactorSink):
         if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
             masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
             moment = Moment(moment.mean(), 1) if masked else moment
-            self._averages.add(factor, moment.total, count=moment.count, weight=weight)
+            self._averages.add(factor, moment.total, count=moment.count, weight=weight, is_moment=side != "D")
             return
         if not moment.is_finite():
             title = self.average.blocks[number].title

@@ -123,6 +123,42 @@ class KernelOperator(Operator):
             total.addmm_(mixed, mixed.T)
         return total
 
+    def gram_with(self, other: KernelOperator) -> Tensor:
+        """R R'ᵀ [(k n) (l m)] with the rows of another kernel over the same parameters, layer by layer.
+
+        Layers that both have packed alike are multiplied as factors. The others, such as a weight that one of the two
+        reads through a module and the other inside a derivative, are multiplied as rows, one layer at a time.
+        """
+        if self.K is not None or other.K is not None:
+            self.refuse("a Gram matrix with other rows", "its examples are coupled; use Euclidean, without a kernel")
+        k, n = self.factors[0].g.shape[:2]
+        l, m = other.factors[0].g.shape[:2]
+        total = self.factors[0].g.new_zeros(k * n, l * m)
+        theirs = {name: at for at, block in enumerate(other.blocks) for name in block.names}
+        pending: dict[int, set[int]] = {}  # our blocks by the blocks of the other that share a parameter with them
+        for at, (block, f) in enumerate(zip(self.blocks, self.factors, strict=True)):
+            shared = {theirs[name] for name in block.names}
+            if len(shared) == 1 and _alike(block, f, other.blocks[min(shared)], other.factors[min(shared)]):
+                total += f.gram(other.factors[min(shared)])
+                continue
+            for which in shared:
+                pending.setdefault(which, set()).add(at)
+        while pending:
+            which, ours = pending.popitem()
+            group = {which}
+            while more := {b for b, mine in pending.items() if mine & ours}:
+                group |= more
+                for b in more:
+                    ours |= pending.pop(b)
+            left, right = self._ordered_rows(sorted(ours)), other._ordered_rows(sorted(group))
+            total.addmm_(left, right.T)
+        return total
+
+    def _ordered_rows(self, which: Sequence[int]) -> Tensor:
+        """The rows [(k n) d] of some blocks, in flattening order."""
+        rows = torch.cat([self.factors[b].rows().flatten(0, 1) for b in which], dim=1)
+        return rows[:, torch.cat([self.blocks[b].index for b in which]).argsort()]
+
     def push(self, v: Tensor) -> Tensor:
         """R v [k n]."""
         pushes = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
@@ -497,6 +533,16 @@ def _step(f: Factors) -> int:
     """How many outputs o at a time."""
     k, n, _, c, o = f.g.shape
     return min(max(1, o), max(1, _ELEMENTS // (k * n * c * f.a.shape[3])))
+
+
+def _alike(block: Block, f: Factors, other: Block, g: Factors) -> bool:
+    """Whether the factors of two blocks are of the same parameters, packed in the same order."""
+    return (
+        block.names == other.names
+        and f.g.shape[3:] == g.g.shape[3:]
+        and f.a.shape[2:] == g.a.shape[2:]
+        and (block is other or torch.equal(block.index, other.index))
+    )
 
 
 def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Literal, TypeAlias, cast, final
 
 import torch
@@ -52,7 +52,7 @@ from natgrad.pullback.moments import (
     several_positions,
     stream,
 )
-from natgrad.pullback.nearest import NearestProduct
+from natgrad.pullback.nearest import NearestProduct, RootCheck
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents
 from natgrad.structures.base import (
@@ -222,9 +222,8 @@ class Kronecker(Layered):
             )
         if not isinstance(average, KroneckerOperator):
             return NearestProduct({}, torch.float32)
-        pairs = zip(average.blocks, average.halves, strict=False)
-        halves = {block.names: pair for block, pair in pairs if pair is not None}
-        return NearestProduct(halves, average.layout.dtype)
+        unasked, asked = average.nearest
+        return unasked if average.root_check else asked
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
@@ -267,9 +266,10 @@ class Kronecker(Layered):
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
-        sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        nearest, inputs_only = self.nearest(average), self._inputs_only
-        stream_gradient(sample, split.used, self.shapes, sink, nearest, inputs_only=inputs_only)
+        numbers = [b for b, block in enumerate(split.blocks) if block.names[0] not in split.unseen]
+        used, nearest, inputs_only = [split.blocks[b] for b in numbers], self.nearest(average), self._inputs_only
+        sink = FactorAverage(average, numbers, weight, alone=True)
+        stream_gradient(sample, used, self.shapes, sink, nearest, inputs_only=inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def check_backward(self) -> None:
@@ -429,6 +429,7 @@ class KroneckerOperator(LayerOperator):
     power: float = field(default=1.0, kw_only=True)
     fit: Fit = field(default="mean", kw_only=True)
     halves: tuple[Halves | None, ...] = field(default=(), kw_only=True)  # (S + λ_S)^-½ and (A + λ_A)^-½, scaled
+    root_check: RootCheck = field(default_factory=RootCheck, kw_only=True, compare=False, repr=False)  # of the halves
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
@@ -443,6 +444,13 @@ class KroneckerOperator(LayerOperator):
             if pair is not None and block.names[0] not in self.unseen:
                 out |= {f"{block.names[0]}/{letter}": tuple(t.shape) for letter, t in zip(HALVES, (s, a), strict=True)}
         return out
+
+    @cached_property
+    def nearest(self) -> tuple[NearestProduct, NearestProduct]:
+        """The fit in KL divergence with its inverses: where all of them are positive, and in any case."""
+        pairs = zip(self.blocks, self.halves, strict=False)
+        halves = {block.names: pair for block, pair in pairs if pair is not None}
+        return NearestProduct(halves, self.layout.dtype, positive=True), NearestProduct(halves, self.layout.dtype)
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
@@ -509,6 +517,7 @@ class KroneckerOperator(LayerOperator):
         # A tied weight has inputs and cotangents of several kinds, and an expert may be new.
         single = [not block.facets and block.rule is not None and not block.rule.stacked for block in self.blocks]
         halves = tuple(pairs[b] if single[b] and self.saw(b) else None for b in range(len(self.blocks)))
+        self.root_check.look([root for pair in halves if pair is not None for root in pair])
         return self if _addresses(halves) == _addresses(self.halves) else replace(self, halves=halves)
 
     def inverse(self, damping: Damping) -> Inverse:

@@ -312,10 +312,6 @@ class LayerSplit:
         """The layers that the pass used."""
         return [block for block in self.blocks if block.names[0] not in self.unseen]
 
-    def uses(self, b: int) -> bool:
-        """Whether the pass used the layer number b."""
-        return self.blocks[b].names[0] not in self.unseen
-
     def of_used(self, of_all: Iterable[T]) -> list[T]:
         """What belongs to the used layers, out of what belongs to every layer."""
         return [t for block, t in zip(self.blocks, of_all, strict=True) if block.names[0] not in self.unseen]

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from experiments import configs
 from experiments.cifar import CIFAR10
-from experiments.configs import FIFTHS, TENTHS, Config, Momentum
 from experiments.images import Part
-from experiments.record import Name, Point, Record, load_all
-from experiments.scheduler import Place
-from experiments.sobolev_cifar import RESULTS, SCHEDULES, is_done, main
-from experiments.training import Job, Setup
-from experiments.tuning import Choice, Choices, Round, Search, Tuning, TuningKey
+from experiments.sobolev_cifar import arms
+from experiments.sobolev_cifar.arms import FIFTHS, TENTHS, Config, Momentum
+from experiments.sobolev_cifar.command import RESULTS, SCHEDULES, is_done, main
+from experiments.sobolev_cifar.record import Name, Point, Record, load_all
+from experiments.sobolev_cifar.scheduler import Place
+from experiments.sobolev_cifar.training import Job, Setup
+from experiments.sobolev_cifar.tuning import Choice, Choices, Round, Search, Tuning, TuningKey
 from tests.experiments.tiny import MACHINE, SIZES, TINY, Ample
 
 SGD = TuningKey("cifar10", "sgd", "tenths")
@@ -26,7 +26,7 @@ GRID: dict[str, list[Config]] = {"sgd": [Momentum(0.01, 1e-3), Momentum(0.03, 1e
 WIDER: dict[str, list[Config]] = {"sgd": [*GRID["sgd"], Momentum(0.003, 1e-3)]}
 
 
-def tuning(folder: Path, *schedules: configs.Schedule) -> Tuning:
+def tuning(folder: Path, *schedules: arms.Schedule) -> Tuning:
     """In one round."""
     setup = Setup(batch=32, width=2, part=Part(held_out=20))
     place = Place(folder / "data", folder / "out", folder / "tuning")
@@ -38,7 +38,8 @@ def places(folder: Path) -> list[str]:
 
 
 def test_the_grids_have_what_was_chosen_before_not_at_their_edge() -> None:
-    for name, candidates in configs.grid().items():
+    for name in ("sgd", "adamw"):
+        candidates = arms.ARMS[name].candidates
         choice = Choices.load(RESULTS / "tuned.json").of(replace(SGD, arm=name))
         assert len({tuple(one.numbers().values()) for one in candidates}) == len(choice.rounds[0]["tried"])
         (before,) = choice.before
@@ -47,7 +48,7 @@ def test_the_grids_have_what_was_chosen_before_not_at_their_edge() -> None:
 
 
 def test_a_choice_at_the_edge_of_its_grid_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    search = Search(CIFAR10, "", TENTHS, "sgd", configs.grid()["sgd"])
+    search = Search(CIFAR10, "", TENTHS, "sgd", list(arms.ARMS["sgd"].candidates))
     found = search.edges({"lr": 0.06, "weight_decay": 1e-3})
     assert found == "lr 0.06 is the largest and weight_decay 0.001 is the smallest"
     assert search.edges({"lr": 0.03, "weight_decay": 3e-2}) == "weight_decay 0.03 is the largest"

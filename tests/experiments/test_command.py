@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cifar import CIFAR10, CIFAR100, Benchmark
-from experiments.sobolev_cifar import main
+from experiments.sobolev_cifar.command import main
 from tests.experiments.test_cifar import PUBLISHED, both, images, write_archive, write_folder, write_strips
 from tests.experiments.tiny import TINY
 
@@ -32,6 +32,11 @@ from tests.experiments.tiny import TINY
 def test_a_number_with_which_there_is_nothing_to_do_is_refused(option: str, of: str, value: str) -> None:
     with pytest.raises(SystemExit, match=rf"{option} is {value}, the number of {of}: give 1 or more"):
         main([*TINY, f"{option}={value}"])
+
+
+def test_graphs_on_a_cpu_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"--capture makes CUDA graphs, and --device is cpu: leave one of them out"):
+        main([*TINY, "--capture"])
 
 
 def run(folder: Path, what: Benchmark) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 import natgrad as ng
-from experiments import configs
 from experiments.cifar import CIFAR10, CIFAR100, cached
-from experiments.configs import TENTHS, Momentum
 from experiments.files import commit
 from experiments.images import Images, Part
-from experiments.record import Record, load_all
-from experiments.scheduler import Place
-from experiments.sobolev_cifar import RESULTS, SCHEDULES, TUNED, arm, main
-from experiments.training import Job, Pace, Setup, Training
-from experiments.tuning import Choices, Round, Tuning, TuningKey
+from experiments.sobolev_cifar import arms
+from experiments.sobolev_cifar.arms import TENTHS, Momentum
+from experiments.sobolev_cifar.command import RESULTS, SCHEDULES, arm, main
+from experiments.sobolev_cifar.record import Record, load_all
+from experiments.sobolev_cifar.scheduler import Place
+from experiments.sobolev_cifar.training import Job, Pace, Setup, Training
+from experiments.sobolev_cifar.tuning import Choices, Round, Tuning, TuningKey
 from tests.experiments.test_cifar import images, same, write_archive, write_strips
 from tests.experiments.tiny import SETUP, TINY, Ample
 
@@ -73,30 +73,34 @@ def test_all_that_changes_a_run_is_in_its_settings_and_its_pace_is_not(other: di
 @pytest.mark.parametrize(
     "other",
     [
-        configs.sobolev(),
-        replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, nu=2.5, lengthscale=20.0)),
-        replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=10.0)),
-        replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=20.0, jitter=1e-4)),
-        replace(configs.amari(), metric=ng.Fisher(ng.Categorical(), samples=2)),
-        replace(configs.amari(), constants=configs.Constants(decay=0.9)),
-        configs.amari().exactly_damped(),
-        configs.independent(),
-        configs.Momentum(0.01, 0.003),
-        configs.AdamW(0.01, 0.003),
+        arms.sobolev(),
+        replace(arms.sobolev(), metric=ng.Sobolev(SAMPLED, nu=2.5, lengthscale=20.0)),
+        replace(arms.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=10.0)),
+        replace(arms.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=20.0, jitter=1e-4)),
+        replace(arms.amari(), metric=ng.Fisher(ng.Categorical(), samples=2)),
+        replace(arms.amari(), constants=arms.Constants(decay=0.9)),
+        arms.amari().exactly_damped(),
+        arms.independent(),
+        arms.control(),
+        arms.amari_scaled(),
+        arms.literal(),
+        replace(arms.independent(), metric=arms.Independent(arms.sobolev().metric, matched=False)),  # type: ignore[arg-type]
+        arms.Momentum(0.01, 0.003),
+        arms.AdamW(0.01, 0.003),
     ],
     ids=lambda config: f"{config.name} {config.numbers()}",
 )
-def test_all_numbers_of_an_optimizer_are_in_the_settings_of_its_runs(other: configs.Config) -> None:
-    def settings(config: configs.Config) -> dict[str, Any]:
+def test_all_numbers_of_an_optimizer_are_in_the_settings_of_its_runs(other: arms.Config) -> None:
+    def settings(config: arms.Config) -> dict[str, Any]:
         return SETUP.settings(replace(JOB, arm=config), "a")
 
-    assert settings(other) != settings(configs.amari())
-    if other.name == "sobolev" and other != configs.sobolev():
-        assert settings(other) != settings(configs.sobolev())
+    assert settings(other) != settings(arms.amari())
+    if other.name == "sobolev" and other != arms.sobolev():
+        assert settings(other) != settings(arms.sobolev())
 
 
 def test_a_metric_whose_numbers_nobody_has_named_is_refused() -> None:
-    measured = replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=ng.functionspace.Median()))
+    measured = replace(arms.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=ng.functionspace.Median()))
     with pytest.raises(TypeError, match=r"Sobolev\(.* is not described by numbers"):
         measured.numbers()
 
@@ -130,7 +134,7 @@ def test_the_runs_that_are_kept_are_those_of_the_command_on_a_gpu_with_all_image
         assert record.made_with(setup.settings(job, images))
         for other in ({"part": Part(300)}, {"batch": 64}, {"width": 32}, {"epochs": 100}, {"device": "cpu"}):
             assert not record.made_with(replace(setup, **other).settings(job, images))
-    digests = {record.settings["images"] for record in records if record.name.arm in TUNED}
+    digests = {record.settings["images"] for record in records if arms.ARMS[record.name.arm].tuned}
     assert len(digests) == 1
 
 
@@ -185,7 +189,7 @@ def tuning(folder: Path, limit: int | None, rounds: tuple[Round, ...] = (Round(1
 
 
 def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folder: Path) -> None:
-    grids = {"sgd": configs.grid()["sgd"][:2]}
+    grids = {"sgd": list(arms.ARMS["sgd"].candidates)[:2]}
     tuning(folder, 48).tune(grids, [CIFAR10], Ample())
     path = folder / "tuned.json"
     assert json.loads(path.read_text())["cifar10"]["sgd"]["tenths"]["conditions"]["limit"] == 48

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from experiments import paired_stats, report
-from experiments.paired_stats import Paired
-from experiments.record import Name, Point, Record
+from experiments.sobolev_cifar import paired_stats, report
+from experiments.sobolev_cifar.paired_stats import Paired
+from experiments.sobolev_cifar.record import Name, Point, Record
 from tests.experiments.tiny import MACHINE, SIZES, write_timing
 
 
@@ -59,7 +59,7 @@ def test_runs_are_paired_by_seed_and_seeds_that_one_has_not_are_left_out(tmp_pat
     assert found["test_accuracy"]["differences"] == pytest.approx([10.0, 20.0])
     assert found["test_accuracy"]["of_second"] == 50.0
     assert found["loss_until_40"]["differences"] == found["loss_at_40"]["differences"] == [-1.0, -1.0]
-    assert "| +15.00 ± 7.07 (t 3.0, p 0.2) |" in (tmp_path / "pairs.md").read_text()
+    assert "| +15.00 [−48.53, +78.53], p 0.2 |" in (tmp_path / "pairs.md").read_text()
 
 
 def test_one_seed_makes_no_pair(tmp_path: Path) -> None:
@@ -145,7 +145,9 @@ def test_epochs_saved_are_told_seed_by_seed(tmp_path: Path) -> None:
         "test accuracy, %": [2, None],
         "training loss": [2, None],
     }
-    assert "| cifar10 | tenths | K-FAC (Amari): training loss | 2, never |" in (tmp_path / "saved.md").read_text()
+    assert (
+        "| cifar10 | tenths | K-FAC (Amari): training loss | 0, 0 | 2, never |" in (tmp_path / "saved.md").read_text()
+    )
 
 
 def test_a_level_is_reached_in_the_first_epoch_whose_mean_over_seeds_has_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -11,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from experiments.cifar import CIFAR10
-from experiments.configs import TENTHS, Config, Momentum
-from experiments.record import load_all
-from experiments.scheduler import Place, Task, perform_all
-from experiments.training import Job, Setup
+from experiments.sobolev_cifar.arms import TENTHS, Config, Momentum
+from experiments.sobolev_cifar.record import load_all
+from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
+from experiments.sobolev_cifar.training import Job, Setup
 from tests.experiments.tiny import Ample
 
 
@@ -30,6 +31,12 @@ class Broken(Config):
 
     def numbers(self) -> dict[str, float]:
         return {}
+
+    def looks(self, step: int) -> bool:
+        return False
+
+    def at(self, numbers: Mapping[str, float]) -> Config:
+        return self
 
 
 def test_a_run_that_fails_stops_no_other_and_is_told_in_the_end(folder: Path) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import natgrad as ng
-from experiments import configs, report
 from experiments.cifar import CIFAR100
-from experiments.configs import FIFTHS, TENTHS, Momentum
 from experiments.images import Images
-from experiments.record import Name, Point, Record, load_all
-from experiments.report import draw
-from experiments.sobolev_cifar import main
-from experiments.training import Budget, Job, Training, train
+from experiments.sobolev_cifar import arms, report
+from experiments.sobolev_cifar.arms import FIFTHS, TENTHS, Momentum
+from experiments.sobolev_cifar.command import main
+from experiments.sobolev_cifar.record import Name, Point, Record, load_all
+from experiments.sobolev_cifar.report import draw
+from experiments.sobolev_cifar.training import Budget, Job, Training, train
 from tests.experiments.test_cifar import images, write_archive
 from tests.experiments.tiny import MACHINE, SETUP, SIZES, TINY, Ample, write_timing
 
@@ -41,12 +41,22 @@ def timeless(record: Record) -> list[dict[str, Any]]:
     return [{**asdict(point), "seconds": 0.0} for point in record.history]
 
 
-@pytest.mark.parametrize("arm", [configs.amari(), configs.sobolev()], ids=lambda arm: arm.name)
+OFTEN = arms.Constants(metric_every=2, inverse_every=3)  # and in the second epoch too
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        *(replace(arm, constants=OFTEN) for arm in (arms.amari(), arms.sobolev(), arms.control(), arms.literal())),
+        replace(arms.sobolev().exactly_damped(), constants=OFTEN),
+        arms.Natural(1e-2, 0.1),
+    ],
+    ids=lambda arm: arm.name,
+)
 def test_a_run_that_is_stopped_after_an_epoch_goes_on_exactly(
-    arm: configs.KFAC, pictures: Images, tmp_path: Path
+    arm: arms.Config, pictures: Images, tmp_path: Path
 ) -> None:
-    often = replace(arm, constants=configs.Constants(metric_every=2, inverse_every=3))  # and in the second epoch too
-    job = Job("cifar10", TENTHS, often, seed=0)
+    job = Job("cifar10", TENTHS, arm, seed=0)
     whole = train(job, SETUP, pictures, tmp_path / "whole", Ample())
     assert whole.finished
     assert len(whole.history) == 2
@@ -71,7 +81,7 @@ def test_a_state_of_other_settings_is_refused(pictures: Images, tmp_path: Path) 
 
 def test_arms_of_one_seed_start_from_the_same_weights_and_see_the_same_images(pictures: Images) -> None:
     one, other = (
-        Training(Job("cifar10", TENTHS, arm, seed=3), SETUP, pictures) for arm in (configs.amari(), Momentum(0.1, 0.0))
+        Training(Job("cifar10", TENTHS, arm, seed=3), SETUP, pictures) for arm in (arms.amari(), Momentum(0.1, 0.0))
     )
     for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -99,7 +109,7 @@ def test_the_schedules_are_those_of_the_paper() -> None:
 
 def test_the_weight_decay_shrinks_weights_as_fast_as_one_inside_the_momentum() -> None:
     """θ ← θ − lr·m, m ← μm + wd·θ: after a start of 1/(1 − μ) steps, as (1 − lr·wd/(1 − μ)) a step."""
-    c = configs.Constants()
+    c = arms.Constants()
     θ, m, passed = 1.0, 0.0, []
     for _ in range(3000):
         m = c.momentum * m + c.weight_decay * θ
@@ -120,7 +130,7 @@ def test_independent_labels_leave_only_the_diagonal_of_the_coupling_and_shared_p
     """E[s_n s_mᵀ] = 0 for n ≠ m, where the shared probe has the product of the roots."""
     torch.manual_seed(0)
     y, x = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
-    shared, alone = (arm.metric for arm in (configs.sobolev(), configs.independent()))
+    shared, alone = (arm.metric for arm in (arms.sobolev(), arms.independent()))
     exact = ng.Fisher(ng.Categorical()).root(y)
     expected = torch.einsum("kno,kmp->nomp", exact, exact)
     n = torch.arange(3)
@@ -138,7 +148,7 @@ def test_independent_labels_leave_only_the_diagonal_of_the_coupling_and_shared_p
 
 def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
     def preset(model: nn.Module) -> Optimizer:
-        metric, c = ng.Fisher(ng.Categorical(), samples=1), configs.Constants()
+        metric, c = ng.Fisher(ng.Categorical(), samples=1), arms.Constants()
         clip, generator = ng.KLClip(c.clip), torch.Generator().manual_seed(0)
         return ng.SobolevKFAC(
             model,
@@ -156,7 +166,7 @@ def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
 
     x, t = torch.randn(16, 5), torch.arange(16) % 3
     moved = []
-    for make in (lambda model: configs.sobolev().optimizer(model, 0), preset):
+    for make in (lambda model: arms.sobolev().optimizer(model, 0), preset):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
         optimizer = make(model)
@@ -173,9 +183,54 @@ def test_the_kernel_has_the_lengthscale_and_the_network_input_is_not_scaled() ->
     """k = (1 + r)e^{−r}, r = ‖x − x'‖/20."""
     x = torch.zeros(2, 3, 32, 32, dtype=torch.float64)
     x[1, 0, 0, 0] = 40.0
-    metric = configs.sobolev().metric
+    metric = arms.sobolev().metric
     assert isinstance(metric, ng.Sobolev)
     assert float(metric.gram(x, 2)[0, 1]) == pytest.approx(3 * math.exp(-2), rel=1e-5)
+
+
+def test_the_control_has_the_spectrum_of_the_kernel_matrix_and_the_inputs_of_other_examples() -> None:
+    x = torch.randn(5, 3, 4, 4, dtype=torch.float64)
+    theirs, ours = (arm.metric for arm in (arms.sobolev(), arms.control()))
+    assert isinstance(theirs, ng.Sobolev)
+    assert isinstance(ours, ng.Sobolev)
+    K, P = theirs.gram(x, 5), torch.eye(5, dtype=torch.float64).roll(1, 0)
+    torch.testing.assert_close(ours.gram(x, 5), P @ K @ P.T)
+    assert not torch.allclose(ours.gram(x, 5), K)
+
+
+@pytest.mark.parametrize("matched", [False, True])
+def test_the_literal_factors_are_those_that_the_paper_prints(matched: bool) -> None:
+    """A = āᵀK⁻¹ā/N and S = Σ_k s_kᵀK⁻¹s_k/N by numpy; the matched product has the trace of the metric itself.
+
+    Without a probe the root of a Euclidean metric is the identity, and independent samples have nothing to do.
+    """
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(6, 3, dtype=torch.float64)
+    metric = arms.Independent(ng.Sobolev(ng.Euclidean(), lengthscale=2.0), matched=matched)
+    G = ng.Kronecker().estimate(ng.pullback(model, x, metric))
+    z = x.numpy()
+    r = np.linalg.norm(z[:, None] - z[None], axis=-1) / 2.0
+    K = ((1 + r) * np.exp(-r) + 1e-6 * np.eye(6)) / (1 + 1e-6)
+    a, inverse = np.concatenate([z, np.ones((6, 1))], 1), np.linalg.inv(K)
+    A, S = a.T @ inverse @ a / 6, inverse.sum() * np.eye(2) / 6
+    # tr G_C over tr S_C tr A_C, relative to C = 1, where s is the same in all examples.
+    κ = (np.trace(a.T @ inverse @ a) / 6 * 2) / (np.trace(S) * np.trace(A)) if matched else 1.0
+    expected = κ * np.kron(S, A)
+    left, right = G.left[0][0].numpy(), G.right[0][0].numpy()
+    np.testing.assert_allclose(np.kron(left, right), expected, rtol=1e-8)
+
+
+def test_scaled_inputs_reach_the_network_and_the_kernel_is_the_same(pictures: Images) -> None:
+    plain, scaled = (
+        Training(Job("cifar10", FIFTHS, arm, seed=0), SETUP, pictures) for arm in (arms.amari(), arms.literal())
+    )
+    (x, _), (u, _) = next(plain.feed.epoch()), next(scaled.feed.epoch())
+    torch.testing.assert_close(u, x / 20)
+    torch.testing.assert_close(scaled.scale(pictures.test.x), plain.scale(pictures.test.x) / 20)
+    metric, ours = arms.literal().metric, arms.sobolev().metric
+    assert isinstance(metric, arms.Independent)
+    assert isinstance(ours, ng.Sobolev)
+    torch.testing.assert_close(metric.sobolev.gram(u.double(), len(u)), ours.gram(x.double(), len(x)))
 
 
 def curve(arm: str, seed: int, losses: list[float], accuracies: list[float]) -> Record:
@@ -205,7 +260,7 @@ def test_there_is_a_picture_for_every_schedule_and_one_with_those_of_the_paper(t
     found = report.save(records, tmp_path)
     assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
     names = [path.name for path in draw(found, tmp_path)]
-    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg"]
+    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg", "cifar10-baselines.svg"]
     assert all(0 < (tmp_path / name).stat().st_size < 200_000 for name in names)
 
 
@@ -246,13 +301,10 @@ def test_steps_are_timed_alone_and_in_turns(folder: Path) -> None:
 
 
 def test_every_arm_is_an_optimizer_of_every_model() -> None:
-    for arm in (
-        configs.amari(),
-        configs.sobolev(),
-        configs.independent(),
-        configs.amari().exactly_damped(),
-        *(found[0] for found in configs.grid().values()),
-    ):
-        assert isinstance(arm.optimizer(nn.Linear(3, 10), 0), Optimizer)
-        assert arm.numbers()["lr"] > 0
-        assert arm.name in report.TITLES
+    for name, row in arms.ARMS.items():
+        assert len({tuple(arm.numbers().values()) for arm in row.candidates}) == len(row.candidates)
+        for arm in row.candidates:
+            assert isinstance(arm.optimizer(nn.Linear(3, 10), 0), Optimizer)
+            assert arm.name == name
+            assert row.candidates[0].at(arm.numbers()) == arm
+        assert len(row.candidates) in (1, 12, 16)  # the budgets of the protocol

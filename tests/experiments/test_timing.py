@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from experiments import paired_stats, report
 from experiments.cifar import CIFAR100
-from experiments.record import Name, Point, Record, load_all
-from experiments.report import draw
-from experiments.sobolev_cifar import RESULTS, main
-from experiments.timing import Timing
+from experiments.sobolev_cifar import paired_stats, report
+from experiments.sobolev_cifar.command import RESULTS, main
+from experiments.sobolev_cifar.record import Name, Point, Record, load_all
+from experiments.sobolev_cifar.report import draw
+from experiments.sobolev_cifar.timing import Timing
 from tests.experiments.test_cifar import images, write_archive
 from tests.experiments.tiny import MACHINE, SIZES, TINY, write_timing
 

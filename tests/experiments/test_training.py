@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -13,10 +15,11 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 import natgrad as ng
-from experiments import configs
-from experiments.configs import FIFTHS, TENTHS, Config, Momentum, Schedule
 from experiments.images import Images
-from experiments.training import Job, Training
+from experiments.sobolev_cifar import arms, training
+from experiments.sobolev_cifar.arms import FIFTHS, TENTHS, Config, Momentum, Schedule
+from experiments.sobolev_cifar.captured import Capture, CapturedPass
+from experiments.sobolev_cifar.training import Job, Training
 from tests.experiments.tiny import SETUP
 
 
@@ -61,6 +64,12 @@ class Watching(Config):
 
     def numbers(self) -> dict[str, float]:
         return {"lr": 0.5}
+
+    def looks(self, step: int) -> bool:
+        return False
+
+    def at(self, numbers: Mapping[str, float]) -> Config:
+        return self
 
 
 @pytest.mark.parametrize(
@@ -116,9 +125,45 @@ def test_kfac_takes_the_steps_of_the_papers_numbers_and_of_no_others(loss: float
         model = copy.deepcopy(start)
         return torch.stack(steps(make(model), model, loss))
 
-    expected = taken(lambda model: configs.amari().optimizer(model, 0))
+    expected = taken(lambda model: arms.amari().optimizer(model, 0))
     torch.testing.assert_close(taken(written_out), expected, rtol=1e-5, atol=1e-6)
     others = [{"metric_every": 7}, {"inverse_every": 50}, *([{"clip": 0.001}] if loss > 1 else [])]
     for other in others:
         apart = (taken(lambda model, other=other: written_out(model, **other)) - expected).abs().max()
         assert apart > 1e-3, other
+
+
+def hidden(model: nn.Module) -> Capture:
+    """Runs a pass again where a graph would be replayed: without any hook, which a graph would not call either."""
+
+    def capture(kernels: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            hooks = [(m, m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+            for m, _, _ in hooks:
+                m._forward_hooks, m._forward_pre_hooks = OrderedDict(), OrderedDict()
+            kernels()
+            for m, after, before in hooks:
+                m._forward_hooks, m._forward_pre_hooks = after, before
+
+        return replay
+
+    return capture
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [replace(arms.sobolev(), constants=arms.Constants(metric_every=2)), arms.Natural(1e-2, 0.1), Momentum(0.1, 0.0)],
+    ids=lambda arm: arm.name,
+)
+def test_passes_that_no_optimizer_sees_change_no_number(
+    arm: Config, pictures: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_WARM_UP", 1)
+    job, setup = Job("cifar10", TENTHS, arm, seed=0), replace(SETUP, batch=16)
+    eager, captured = Training(job, setup, pictures), Training(job, setup, pictures)
+    captured.captured = CapturedPass(captured.model, hidden(captured.model))
+    for one in (eager, captured):
+        one.epoch()
+        one.epoch()
+    assert [p.train_loss for p in captured.history] == [p.train_loss for p in eager.history]
+    assert captured.history[-1].test_loss == eager.history[-1].test_loss

@@ -9,14 +9,14 @@ from typing import final
 
 import pytest
 
-from experiments import configs
 from experiments.cifar import CIFAR10
 from experiments.images import Part
-from experiments.record import load_all
-from experiments.scheduler import Place
-from experiments.sobolev_cifar import main
-from experiments.training import Budget, Setup
-from experiments.tuning import Round, Tuning
+from experiments.sobolev_cifar import arms
+from experiments.sobolev_cifar.command import main
+from experiments.sobolev_cifar.record import load_all
+from experiments.sobolev_cifar.scheduler import Place
+from experiments.sobolev_cifar.training import Budget, Setup
+from experiments.sobolev_cifar.tuning import Round, Tuning
 from tests.experiments.tiny import TINY, Ample
 
 
@@ -62,8 +62,8 @@ def test_a_tuning_that_was_stopped_goes_on_with_the_trials_that_are_left(folder:
     place = Place(folder / "data", folder / "out", folder / "tuning")
     path = folder / "results" / "tuned.json"
     setup = Setup(batch=32, width=2, device="cpu", part=Part(held_out=20))
-    tuning = Tuning((Round(1), Round(2, candidates=2)), [configs.TENTHS], setup, place, path)
-    grids = {"sgd": configs.grid()["sgd"]}
+    tuning = Tuning((Round(1), Round(2, candidates=2)), [arms.TENTHS], setup, place, path)
+    grids = {"sgd": list(arms.ARMS["sgd"].candidates)}
     tuning.tune(grids, [CIFAR10], Trials(place.out, 6))
     first = {p: p.stat().st_mtime_ns for p in place.out.rglob("runs/*.json")}
     assert len(first) == 6

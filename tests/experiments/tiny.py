@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from experiments.training import Budget, Setup
+from experiments.sobolev_cifar.training import Budget, Setup
 
 SETUP = Setup(epochs=2, batch=32, width=2)
 TINY = ["--width", "2", "--batch", "32", "--epochs", "2", "--device", "cpu", "--schedules", "tenths", "--commit", "abc"]

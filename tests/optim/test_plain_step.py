@@ -52,16 +52,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
     """From its call on, a processor does what a GPU does; whether momentum and move were one pass, step by step."""
     fused: list[bool] = []
 
-    def roll(*args: Any) -> bool:
-        fused.append(_roll(*args))
+    def can_roll(*args: Any) -> bool:
+        fused.append(_can_roll(*args))
         return fused[-1]
 
-    _roll = update._roll
+    _can_roll = update._can_roll
 
     def start() -> list[bool]:
         monkeypatch.setattr(update, "is_asynchronous", lambda device: True)
         monkeypatch.setattr(optimizer, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr(update, "_roll", roll)
+        monkeypatch.setattr(update, "_can_roll", can_roll)
         monkeypatch.setattr(Flag, "check", lambda self, tensors, what: self.look(tensors))
         monkeypatch.setattr(Flag, "send", lambda self, what, step: None)
         return fused

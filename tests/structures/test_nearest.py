@@ -111,6 +111,7 @@ def test_it_does_not_depend_on_the_chunks(name: str, dead: bool) -> None:
         for pair in first.halves:
             assert pair is not None
             torch._foreach_zero_(list(pair))
+            first.root_check.look(pair)  # as a refresh does
         close(K.estimate(pb, first).dense(), ng.Kronecker().estimate(pb).dense())
     close(K.estimate(in_parts, first).dense(), K.estimate(pb, first).dense())
 

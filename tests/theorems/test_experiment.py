@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import natgrad as ng
-from experiments import configs
 from experiments.cifar import CIFAR10, CIFAR100, write_pieces
-from experiments.sobolev_cifar import main, parsed
-from experiments.training import vgg16
+from experiments.sobolev_cifar import arms
+from experiments.sobolev_cifar.command import main, parsed
+from experiments.sobolev_cifar.training import vgg16
 from tests.experiments.test_cifar import images
 
 
@@ -32,8 +32,8 @@ def test_s6_the_experiment_has_the_network_and_the_hyper_parameters_of_the_paper
     args = parsed([])
     assert (args.epochs, args.batch, args.schedules) == (50, 128, ["tenths", "fifths"])
     assert len(args.seeds) >= 3
-    assert configs.Constants() == configs.Constants(0.01, 0.003, 0.03, 0.9, metric_every=10, inverse_every=100)
-    sobolev, amari = configs.sobolev().metric, configs.amari().metric
+    assert arms.Constants() == arms.Constants(0.01, 0.003, 0.03, 0.9, metric_every=10, inverse_every=100)
+    sobolev, amari = arms.sobolev().metric, arms.amari().metric
     assert isinstance(sobolev, ng.Sobolev)
     assert (sobolev.nu, sobolev.lengthscale, sobolev.base) == (1.5, 20.0, amari)
     for classes in (10, 100):

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import machine
-from experiments.configs import Config, Schedule
 from experiments.files import replaced
 from experiments.images import Feed, Images, Part, Scale
-from experiments.record import Name, Point, Record
+from experiments.sobolev_cifar.arms import Config, Schedule
+from experiments.sobolev_cifar.captured import Capture, CapturedPass, own_stream
+from experiments.sobolev_cifar.record import Name, Point, Record
 from natgrad.errors import NonFiniteError
 
 _TEST_BATCH = 1000
+_WARM_UP = 5  # steps of an epoch that are not captured: convolutions choose their algorithms
 _PLAN = (1, 1, 0, 2, 2, 0, 4, 4, 4, 0, 8, 8, 8, 0, 8, 8, 8, 0)  # channels in units of the width; 0: a pooling layer
 
 
@@ -75,10 +77,11 @@ class Job:
 @final
 @dataclass(frozen=True)
 class Pace:
-    """What does not affect results: how many runs share the device, and epochs between checkpoints."""
+    """What does not affect results: how many runs share the device, epochs between checkpoints, and CUDA graphs."""
 
     workers: int = 1
     save_every: int = 1
+    capture: Capture | None = None  # of passes that no optimizer looks at
 
 
 @final
@@ -119,7 +122,8 @@ class Setup:
     def describe(self) -> dict[str, Any]:
         """The machine and its switches."""
         precision = {"matmul": torch.get_float32_matmul_precision(), "cudnn_tf32": torch.backends.cudnn.allow_tf32}
-        return machine(torch.device(self.device)) | precision | {"cudnn_benchmark": torch.backends.cudnn.benchmark}
+        cudnn = {"cudnn_benchmark": torch.backends.cudnn.benchmark}
+        return machine(torch.device(self.device)) | precision | cudnn | {"captured": self.pace.capture is not None}
 
 
 @final
@@ -136,10 +140,12 @@ class Training:
         self.model = model
         self.optimizer = job.arm.optimizer(self.model, job.seed)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        scale = Scale.of(images.train)
+        scale = Scale.of(images.train).divided_by(job.arm.divisor)
         generator = torch.Generator(device=device).manual_seed(job.seed)
         self.feed = Feed.of(images.train, scale, setup.batch, generator)
         self.test, self.scale = images.test, scale
+        self.captured = CapturedPass(model, setup.pace.capture) if setup.pace.capture else None
+        self.stream = own_stream(setup.pace.capture)
         self.history: list[Point] = []
         self.diverged = False
         self.commits: list[str] = []
@@ -169,14 +175,21 @@ class Training:
     def steps(self) -> Tensor:
         """One epoch; the sum of the losses, without waiting for the device."""
         self.model.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.test.y.device)
-        for x, t in self.feed.epoch():
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(x.contiguous(memory_format=self.setup.layout)), t)
-            loss.backward()
-            self.optimizer.step()
-            total += loss.detach()
+        with self.stream:
+            total = torch.zeros((), dtype=torch.float64, device=self.test.y.device)
+            for step, (x, t) in enumerate(self.feed.epoch(), len(self.history) * self.feed.steps):
+                total += self._pass(x.contiguous(memory_format=self.setup.layout), t, step)
+                self.optimizer.step()
         return total
+
+    def _pass(self, x: Tensor, t: Tensor, step: int) -> Tensor:
+        """The loss of a batch; every parameter has its gradient."""
+        if self.captured is not None and step % self.feed.steps >= _WARM_UP and not self.job.arm.looks(step):
+            return self.captured(x, t)
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), t)
+        loss.backward()
+        return loss.detach()
 
     @torch.no_grad()
     def _tested(self) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,21 +11,14 @@ from pathlib import Path
 from typing import Any, final
 
 from experiments.files import write_json
-from experiments.record import Point, Record
-from experiments.timing import Timing
+from experiments.sobolev_cifar.arms import ARMS
+from experiments.sobolev_cifar.record import Point, Record
+from experiments.sobolev_cifar.timing import Timing
 
-TITLES = {
-    "amari": "K-FAC (Amari)",
-    "sobolev": "Sobolev K-FAC",
-    "independent": "Sobolev K-FAC, independent samples",
-    "amari_exact": "K-FAC (Amari), exact damping",
-    "sobolev_exact": "Sobolev K-FAC, exact damping",
-    "sgd": "SGD with momentum, tuned",
-    "adamw": "AdamW, tuned",
-}
+TITLES = {name: arm.title for name, arm in ARMS.items()}
 ORDER = tuple(TITLES)
 # The schedule of each in figures 1 and 2 of Bai, Rosenberg and Xu (2022).
-PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths"}
+PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths", "literal": "fifths"}
 
 
 def before_decay(epochs: int) -> int:
@@ -154,10 +149,15 @@ def table(found: Sequence[Group]) -> str:
     return "\n".join([head, "|" + " --- |" * 9, *(group.row() for group in found)])
 
 
+def save_runs(records: Sequence[Record], results: Path) -> None:
+    """``runs.json``: all curves."""
+    write_json(results / "runs.json", [record.columns() for record in records])
+
+
 def save(records: Sequence[Record], results: Path) -> list[Group]:
     """``runs.json``, ``summary.json`` and ``table.md``."""
     found = groups(records, results / "timing.json")
-    write_json(results / "runs.json", [record.columns() for record in records])
+    save_runs(records, results)
     summary: dict[str, Any] = {"machine": records[0].machine if records else {}}
     summary["commits"] = sorted({commit for record in records for commit in record.commits})
     for group in found:
@@ -170,50 +170,79 @@ def save(records: Sequence[Record], results: Path) -> list[Group]:
 # Training loss and test accuracy against epochs and seconds, as figures.
 
 
+# The arms of the figures of one schedule, and curves of the paper's figures: 1 and 2, 3 and 4.
+_SHOWN = ("amari", "sobolev", "independent", "permuted", "sgd", "adamw", "natural")
+_PAPER_FIGURES = {
+    "paper": (("amari", "tenths"), ("sobolev", "fifths"), ("literal", "fifths")),
+    "baselines": (("amari", "tenths"), ("amari", "fifths"), ("amari_scaled", "tenths"), ("amari_scaled", "fifths")),
+}
+
+
 def draw(found: Sequence[Group], results: Path) -> list[Path]:
-    """Means with one standard deviation: a figure per schedule, and one with the schedules of the paper."""
+    """Means with one standard deviation, and every seed: a figure per schedule, and those of the paper."""
     paths = []
     for dataset in dict.fromkeys(group.dataset for group in found):
         mine = [group for group in found if group.dataset == dataset and group.records]
         pictures = {
-            schedule: [group for group in mine if group.schedule == schedule]
+            schedule: [group for group in mine if group.schedule == schedule and group.arm in _SHOWN]
             for schedule in dict.fromkeys(group.schedule for group in mine)
         }
-        paper = [group for group in mine if PAPER.get(group.arm) == group.schedule]
-        if len({group.schedule for group in paper}) == 2:
-            pictures["paper"] = paper
+        for name, curves in _PAPER_FIGURES.items():
+            shown = [group for group in mine if (group.arm, group.schedule) in curves]
+            if len({group.schedule for group in shown}) == 2:
+                pictures[name] = shown
         for name, shown in pictures.items():
-            paths.append(results / f"{dataset}-{name}.svg")
-            _picture(shown, f"VGG16 on {dataset}, schedule: {name}", paths[-1])
+            if shown:
+                paths.append(results / f"{dataset}-{name}.svg")
+                _picture(shown, f"VGG16 on {dataset}: {name}", paths[-1], seconds=name not in _PAPER_FIGURES)
     return paths
 
 
-def _picture(found: Sequence[Group], title: str, path: Path) -> None:
+def _colour(arm: str) -> str:
+    """Of an optimizer, the same in all figures."""
+    extra = ("black", "grey", "gold", "navy", "teal")  # matplotlib has ten of its own
+    at = ORDER.index(arm)
+    return f"C{at}" if at < 10 else extra[at - 10]
+
+
+def _picture(found: Sequence[Group], title: str, path: Path, *, seconds: bool) -> None:
+    """Loss and accuracy against epochs and, with ``seconds``, against time; the seeds are thin."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    figure = Figure(figsize=(10 if seconds else 6, 7), layout="constrained")
+    axes = figure.subplots(2, 2 if seconds else 1, sharex="col", sharey="row", squeeze=False)
     clocks = [group.seconds for group in found]
+    mixed = len({group.schedule for group in found}) > 1
     alone = None not in clocks  # otherwise all as measured: a figure has one kind of seconds
+    quantities: list[Callable[[Point], float]] = [lambda p: p.train_loss, lambda p: 100 * p.test_accuracy]
     for group, clock in zip(found, clocks, strict=True):
         epochs = [float(epoch + 1) for epoch in range(len(group.loss.mean))]
+        look: dict[str, Any] = {
+            "color": _colour(group.arm),
+            "linestyle": "--" if mixed and group.schedule == "tenths" else "-",
+        }
         label = f"{TITLES[group.arm]}, {group.schedule} ({len(group.records)})"
-        for row, curve in enumerate((group.loss, group.accuracy)):
-            for axis, x in zip(axes[row], (epochs, clock if alone and clock else group.shared.mean), strict=True):
-                colour = f"C{ORDER.index(group.arm)}"
+        for row, (curve, of) in enumerate(zip((group.loss, group.accuracy), quantities, strict=True)):
+            for run in group.records:
+                axes[row][0].plot(epochs, [of(p) for p in run.history[: len(epochs)]], linewidth=0.4, alpha=0.6, **look)
+            xs = (epochs, clock if alone and clock else group.shared.mean) if seconds else (epochs,)
+            for axis, x in zip(axes[row], xs, strict=True):
                 low = [m - d for m, d in zip(curve.mean, curve.deviation, strict=True)]
                 high = [m + d for m, d in zip(curve.mean, curve.deviation, strict=True)]
-                axis.plot(x, curve.mean, color=colour, label=label)
-                axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes[1, 0].set_xlabel("epochs")
-    axes[1, 1].set_xlabel("seconds, one run on the device" if alone else "seconds, several runs on the device")
-    axes[0, 0].set_yscale("log")
-    axes[0, 0].set_ylabel("training loss")
-    axes[1, 0].set_ylabel("test accuracy, %")
+                axis.plot(x, curve.mean, label=label, **look)
+                axis.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    axes[1][0].set_xlabel("epochs")
+    if seconds:
+        axes[1][1].set_xlabel("seconds, one run on the device" if alone else "seconds, several runs on the device")
+    axes[0][0].set_yscale("log")
+    axes[0][0].set_ylabel("training loss")
+    axes[1][0].set_ylabel("test accuracy, %")
     end = max(group.accuracy.mean[-1] for group in found)
-    axes[1, 0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
-    axes[0, 0].legend(fontsize="small", title="mean ± deviation (seeds)")
+    axes[1][0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
+    axes[0][0].legend(fontsize="small", title="mean ± deviation (seeds)")
     figure.suptitle(title)
+    text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "natgrad"}):  # equal figures are equal files
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", text.getvalue()))  # hundredths of a point are seen by nobody

@@ -16,11 +16,11 @@ from typing import Any, final
 import torch
 
 from benchmarks.harness import Spread, together
-from experiments.configs import TENTHS, Config
 from experiments.files import write_json
 from experiments.images import Images
-from experiments.record import Record
-from experiments.training import Job, Setup, Training
+from experiments.sobolev_cifar.arms import TENTHS, Config
+from experiments.sobolev_cifar.record import Record
+from experiments.sobolev_cifar.training import Job, Setup, Training
 
 _BATCHES = 100  # of an epoch here: one refresh of the inverses, ten of the factors
 

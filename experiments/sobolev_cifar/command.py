@@ -1,22 +1,24 @@
 """Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100, after Bai, Rosenberg and Xu (2022).
 
-    python experiments/sobolev_cifar.py --data DATA --tune             # tune SGD and AdamW in two rounds
-    python experiments/sobolev_cifar.py --data DATA --tune --anew      # … again, after the options have changed
-    python experiments/sobolev_cifar.py --data DATA --time             # milliseconds per step on an idle device
-    python experiments/sobolev_cifar.py --data DATA --workers 4        # all unfinished runs
-    python experiments/sobolev_cifar.py --data DATA --seconds 540      # … for nine minutes; the same command resumes
-    python experiments/sobolev_cifar.py --report                       # curves, summary, tables and figures
-    python experiments/sobolev_cifar.py --data DATA --pack PIECES      # write the images losslessly in small files
+    python -m experiments.sobolev_cifar --queue --data DATA --minutes 9    # what the protocol has and is not done yet
+    python -m experiments.sobolev_cifar --report                           # curves, summary, tables, figures, verdict
+    python -m experiments.sobolev_cifar --data DATA --tune --arms sgd      # tune an optimizer in two rounds
+    python -m experiments.sobolev_cifar --data DATA --tune --anew          # … again, after the options have changed
+    python -m experiments.sobolev_cifar --data DATA --time                 # milliseconds per step on an idle device
+    python -m experiments.sobolev_cifar --data DATA --arms amari --seeds 9 # runs of one's own choice
+    python -m experiments.sobolev_cifar --data DATA --pack PIECES          # the images losslessly in small files
 
+What is compared, and in which order it is run, was written down before: ``protocol.md``.
 DATA: see ``experiments/cifar.py``. Checkpoints and decoded images go to ``--out`` and may be large (a gigabyte per
 unfinished K-FAC run); results go to ``--results``, and finished runs there are not repeated. A run with other settings
-or other images is refused, never mixed in. SGD and AdamW are tuned for each schedule separately; when their settings
-change, their runs are repeated and replaced, and the old settings stay in ``tuned.json``.
+or other images is refused, never mixed in. Tuned optimizers are tuned for each schedule separately; when their settings
+change, their runs are repeated and replaced, and the old settings stay in ``tuned.json``. A run that time cuts short is
+saved in ``--out`` and resumed from there by the same command.
 
 The schedules are those of the paper, "tenths" for its baseline and "fifths" for its Sobolev gradient, and "cosine". A
 seed has the same initial weights and the same batches for all optimizers. Augmentation: four black pixels around the
 image, a random crop, a random mirror image. Training losses are means during an epoch, in training mode. The
-optimizers, and how the paper's weight decay is done here, are in ``experiments/configs.py``. Workers share a GPU in
+optimizers, and how the paper's weight decay is done here, are in ``arms.py``. Workers share a GPU in
 turns; with NVIDIA's multi-process service (``nvidia-cuda-mps-control -d``) they run side by side.
 """
 
@@ -24,53 +26,32 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from experiments import paired_stats, report
 from experiments.cifar import CIFAR10, CIFAR100, pack
-from experiments.configs import (
-    FIFTHS,
-    TENTHS,
-    AdamW,
-    Config,
-    Cosine,
-    Momentum,
-    Schedule,
-    amari,
-    grid,
-    independent,
-    sobolev,
-)
 from experiments.files import commit
 from experiments.images import Part
-from experiments.record import Record, load_all, load_each
-from experiments.report import draw
-from experiments.scheduler import Place, Task, perform_all
-from experiments.timing import Timing, lines, measured
-from experiments.training import Budget, Job, Pace, Setup, Until
-from experiments.tuning import Choices, Round, Tuning, TuningKey
+from experiments.sobolev_cifar import paired_stats, report, verdict
+from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
+from experiments.sobolev_cifar.captured import cuda_graph
+from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
+from experiments.sobolev_cifar.record import Record, load_all, load_each
+from experiments.sobolev_cifar.report import draw
+from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
+from experiments.sobolev_cifar.timing import Timing, lines, measured
+from experiments.sobolev_cifar.training import Budget, Job, Pace, Setup, Until
+from experiments.sobolev_cifar.tuning import Choices, Round, Tuning, TuningKey
 
 # The names on the command line.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 SCHEDULES: dict[str, Schedule] = {"tenths": TENTHS, "fifths": FIFTHS, "cosine": Cosine()}
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
-FIXED: dict[str, Callable[[], Config]] = {
-    "amari": amari,
-    "sobolev": sobolev,
-    "independent": independent,
-    "amari_exact": lambda: amari().exactly_damped(),
-    "sobolev_exact": lambda: sobolev().exactly_damped(),
-}
-TUNED = {"sgd": Momentum, "adamw": AdamW}
 TUNED_FILE = "tuned.json"
 COUNTS = {
     "epochs": "epochs of a run",
@@ -85,28 +66,99 @@ COUNTS = {
     "final_epochs": "epochs of these",
     "held_out": "training images that --tune chooses by",
 }
-RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "sobolev_cifar"
 
 
 def arm(key: TuningKey, results: Path, setup: Setup) -> Config:
-    """An optimizer by name; SGD and AdamW as tuned on these images with this schedule."""
-    if key.arm in FIXED:
-        return FIXED[key.arm]()
-    found = Choices.load(results / TUNED_FILE).chosen(key, setup)
-    return TUNED[key.arm](lr=found["lr"], weight_decay=found["weight_decay"])
+    """The settings of an arm; where it is tuned, those for these images and this schedule."""
+    one = ARMS[key.arm]
+    if not one.tuned:
+        return one.candidates[0]
+    return one.candidates[0].at(Choices.load(results / TUNED_FILE).chosen(key, setup))
 
 
 def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
-    """Tune SGD and AdamW on held-out training images."""
-    rounds = Round(args.tune_epochs), Round(args.final_epochs, args.finalists)
-    place = replace(place, out=args.out / "tuning")
-    setup = replace(setup, part=replace(setup.part, held_out=args.held_out))
-    tuning = Tuning(rounds, [SCHEDULES[name] for name in args.schedules], setup, place, args.results / TUNED_FILE)
-    grids = {name: arms for name, arms in grid().items() if name in args.arms}
+    """Tune on held-out training images."""
+    tuning = _tuning(args, setup, place, args.schedules)
+    grids = {name: ARMS[name].candidates for name in args.arms if ARMS[name].tuned}
     benchmarks = [BENCHMARKS[name] for name in args.datasets]
     if args.anew:
         tuning.set_aside(grids, benchmarks)
     tuning.tune(grids, benchmarks, budget)
+
+
+def _tuning(args: argparse.Namespace, setup: Setup, place: Place, schedules: Sequence[str]) -> Tuning:
+    rounds = Round(args.tune_epochs), Round(args.final_epochs, args.finalists)
+    place = replace(place, out=args.out / "tuning")
+    setup = replace(setup, part=replace(setup.part, held_out=args.held_out))
+    return Tuning(rounds, [SCHEDULES[name] for name in schedules], setup, place, args.results / TUNED_FILE)
+
+
+def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
+    """The runs of the protocol that are not done, in its order, for as long as the time lasts.
+
+    One that time cuts short is saved in ``--out``, and is the first of the next call. A search comes before the first
+    run that needs it. One that fails stops no other.
+    """
+    left, failed = list(plan()), []
+    try:
+        while left and budget.allows(args.enough):
+            choices = Choices.load(args.results / TUNED_FILE)
+            search = _search(left[0], choices)
+            if search is not None:
+                grids = {search.arm: ARMS[search.arm].candidates}
+                _tuning(args, setup, place, [search.schedule]).tune(grids, [BENCHMARKS[search.dataset]], budget)
+                if _search(left[0], Choices.load(args.results / TUNED_FILE)) == search:
+                    break  # there is no time for the rest of it
+                continue
+            tasks: list[Task] = []
+            while left and len(tasks) < setup.pace.workers and _search(left[0], choices) is None:
+                tasks += _task(left.pop(0), choices, args, setup, place)
+            try:
+                perform_all(tasks, setup.pace.workers, budget)
+            except SystemExit as failure:
+                failed.append(f"{failure}")
+    finally:
+        report.save_runs([record for record in records(args) if record.finished], args.results)
+        missing = not_done(args)
+        print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def _task(run: Planned, choices: Choices, args: argparse.Namespace, setup: Setup, place: Place) -> list[Task]:
+    """A run, if it is not done."""
+    name = run.named(choices)
+    assert name is not None
+    what, key = BENCHMARKS[name.dataset], TuningKey(name.dataset, name.arm, name.schedule)
+    job = Job(what.name, SCHEDULES[name.schedule], arm(key, args.results, setup), name.seed)
+    done = next((record for record in records(args) if record.name == name and record.finished), None)
+    # The images of runs that are done need not be here: those of the record are taken for the same.
+    if done is not None and is_done(setup.settings(job, done.settings.get("images", "")), done):
+        return []
+    return [Task(job, setup, what, place)]
+
+
+def _search(run: Planned, choices: Choices) -> TuningKey | None:
+    """The search that comes before a run, if one is not done."""
+    name = run.name
+    if not ARMS[name.arm].tuned:
+        return None
+    schedules = BOTH if name.schedule == BETTER else (name.schedule,)
+    keys = (TuningKey(name.dataset, name.arm, schedule) for schedule in schedules)
+    return next((key for key in keys if choices.of(key).chosen is None), None)
+
+
+def not_done(args: argparse.Namespace) -> list[Planned]:
+    """The runs of the protocol that are not in the record."""
+    choices = Choices.load(args.results / TUNED_FILE)
+    done = {record.name for record in records(args) if record.finished}
+    return [run for run in plan() if run.named(choices) not in done]
+
+
+def _counted(runs: Sequence[Planned]) -> list[str]:
+    parts = dict.fromkeys(run.part for run in runs)
+    return [f"{part}: {sum(run.part == part for run in runs)}" for part in parts]
 
 
 def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
@@ -139,7 +191,7 @@ def is_done(settings: dict[str, Any], record: Record | None) -> bool:
     if record is None or record.made_with(settings):
         return record is not None
     was = record.settings["arm"]
-    if record.name.arm not in TUNED or not record.made_with({**settings, "arm": was}):
+    if not ARMS[record.name.arm].tuned or not record.made_with({**settings, "arm": was}):
         raise SystemExit(
             f"{record.name.key} was run with {record.settings}, now it is {settings}: choose other folders for --out "
             "and --results, or the same settings and images"
@@ -157,15 +209,18 @@ def summarise(args: argparse.Namespace) -> None:
     """Write all results, and print the tables."""
     found = report.save(records(args), args.results)
     paired_stats.save(found, args.results)
+    print(verdict.save(found, not_done(args), args.results), end="\n\n")
     print(report.table(found), paired_stats.table(found), paired_stats.reached(found), sep="\n\n")
 
 
 def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
     """Milliseconds per step of every optimizer on every set of images, one after the other in one process."""
-    # The cost of a step does not depend on the learning rate: SGD and AdamW need not be tuned.
-    arms = [FIXED[name]() if name in FIXED else TUNED[name](lr=1e-3, weight_decay=1e-3) for name in args.arms]
+    # The cost of a step does not depend on the learning rate: nothing need be tuned.
+    arms = [ARMS[name].candidates[-1] for name in args.arms]
     for what in (BENCHMARKS[name] for name in args.datasets):
-        found = measured(arms, replace(setup, pace=Pace()), place.images(what, setup), args.rounds)
+        found = measured(
+            arms, replace(setup, pace=Pace(capture=setup.pace.capture)), place.images(what, setup), args.rounds
+        )
         path = args.results / "timing.json"
         Timing.load(path).with_measurement(found).save(path)
         print(lines(found))
@@ -180,7 +235,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--results", type=Path, default=RESULTS, help="curves, tables and pictures")
     add("--datasets", nargs="+", choices=BENCHMARKS, default=["cifar10"])
     add("--schedules", nargs="+", choices=SCHEDULES, default=["tenths", "fifths"])
-    add("--arms", nargs="+", choices=[*FIXED, *TUNED], default=["amari", "sobolev", "independent", *TUNED])
+    add("--arms", nargs="+", choices=ARMS, default=["amari", "sobolev", "independent", "sgd", "adamw"])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--epochs", type=int, default=50)
     add("--batch", type=int, default=128)
@@ -190,7 +245,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layout", choices=LAYOUTS, default="channels-last", help="of images in memory")
     add("--workers", type=int, default=1, help="runs at once, each in a process")
     add("--seconds", type=float, default=math.inf, help="no epoch is begun that would end later")
+    add("--minutes", type=float, default=math.inf, help="the same in minutes")
+    add("--enough", type=float, default=0.0, help="with --queue: no run is begun with fewer seconds left")
     add("--commit", default="", help="that the code is of, where this is no git repository")
+    add("--capture", action="store_true", help="passes as CUDA graphs, where no optimizer looks at them")
     add("--save-every", type=int, default=1, help="epochs between two states")
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
     add("--tune-epochs", type=int, default=4, help="of all candidates")
@@ -199,7 +257,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--held-out", type=int, default=5000, help="training images that --tune chooses by")
     add("--anew", action="store_true", help="with --tune: put choices that were made in another way aside, and choose")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--tune", action="store_true", help="choose learning rate and weight decay of SGD and AdamW")
+    what.add_argument("--queue", action="store_true", help="run what the protocol has and is not done, in its order")
+    what.add_argument("--tune", action="store_true", help="choose the settings of the tuned optimizers")
     what.add_argument("--time", action="store_true", help="measure a step of every optimizer, alone")
     what.add_argument("--report", action="store_true", help="write curves, summary, table and pictures")
     what.add_argument("--pack", type=Path, default=None, help="write the images in pieces to this folder")
@@ -212,6 +271,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} is {value}, the number of {of}: give 1 or more")
+    if args.capture and args.device == "cpu":
+        raise SystemExit("--capture makes CUDA graphs, and --device is cpu: leave one of them out")
     if args.anew and not args.tune:
         raise SystemExit("--anew puts choices of SGD and AdamW aside to make them again: give it with --tune")
     return args
@@ -220,9 +281,11 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     start, args = time.time(), parsed(arguments)
-    budget = Until(start + args.seconds)
+    budget = Until(start + min(args.seconds, 60 * args.minutes))
     layout = LAYOUTS[args.layout]
-    part, pace = Part(args.limit), Pace(args.workers, args.save_every)
+    # A state of K-FAC is more than a gigabyte: the queue writes it only where it stops.
+    every, capture = args.epochs if args.queue else args.save_every, cuda_graph if args.capture else None
+    part, pace = Part(args.limit), Pace(args.workers, every, capture)
     trains = not (args.report or args.pack)
     made_with = (args.commit or commit()) if trains else ""
     setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace, made_with)
@@ -230,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.pack:
         for name in args.datasets:
             print(*(path.name for path in pack(args.data, BENCHMARKS[name], args.pack)), sep="\n")
+    elif args.queue:
+        queue(args, setup, place, budget)
     elif args.tune:
         tune(args, setup, place, budget)
     elif args.time:

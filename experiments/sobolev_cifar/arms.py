@@ -1,9 +1,11 @@
-"""The optimizers that are compared, with their settings and learning-rate schedules."""
+"""The optimizers that are compared: the table ``ARMS``, their settings, and the learning-rate schedules."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -13,11 +15,12 @@ from torch.optim import Optimizer
 
 import natgrad as ng
 from natgrad.model import Inputs
+from natgrad.output.metric import Coupling
 from natgrad.solve import Solver
 
 _SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
 _BETAS, _EPS = (0.9, 0.999), 1e-8  # of AdamW
-LENGTHSCALE = 20.0  # of the kernel, on normalised pixels; the network's inputs are not scaled
+LENGTHSCALE = 20.0  # of the kernel, on normalised pixels
 
 
 class Schedule(ABC):
@@ -75,13 +78,15 @@ class Independent(ng.OutputMetric):
     """A Sobolev metric whose examples draw independent labels, which erases all of K⁻¹ but its diagonal on average.
 
     The factors are mixed by K⁻¹ all the same; but E[s_n s_mᵀ] = 0 for n ≠ m, so that of S only the diagonal of K⁻¹ is
-    left, and noise. The difference from ``sobolev`` itself is the sampling alone.
+    left, and noise. The difference from ``sobolev`` itself is the sampling alone. Without ``matched`` the factors are
+    those that the paper prints, A = āᵀK⁻¹ā/N and S = sᵀK⁻¹s/N, whose product has not the trace of the metric.
 
     >>> Independent(ng.Sobolev(_SAMPLED)).root(torch.zeros(4, 3)).shape
     torch.Size([1, 4, 3])
     """
 
     sobolev: ng.Sobolev
+    matched: bool = True
 
     @property
     def exact(self) -> bool:
@@ -96,14 +101,33 @@ class Independent(ng.OutputMetric):
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         return self.sobolev.divergence(y, y0, target)
 
-    def coupling(self, x: Inputs, n: int) -> Tensor | None:
+    def coupling(self, x: Inputs, n: int) -> Tensor:
         return self.sobolev.coupling(x, n)
+
+    def coupled(self, x: Inputs, n: int, dtype: torch.dtype = torch.float64) -> Coupling:
+        return replace(self.sobolev.coupled(x, n, dtype), matched=self.matched)
+
+
+def permuted(x: Tensor) -> Tensor:
+    """The inputs of other examples: K of these has the same spectrum, and its coupling nothing to do with the images.
+
+    Batches are shuffled, so that the next example is as good as a random one.
+
+    >>> permuted(torch.tensor([[1.0], [2.0], [3.0]])).T
+    tensor([[3., 1., 2.]])
+    """
+    return x.roll(1, 0)
 
 
 class Config(ABC):
-    """An optimizer with its settings."""
+    """An optimizer with its settings. The inputs of the network are divided by ``divisor``."""
 
     name: str
+    divisor: float = 1.0
+
+    @abstractmethod
+    def looks(self, step: int) -> bool:
+        """Whether the optimizer looks at the forward pass of step 0, 1, …"""
 
     @abstractmethod
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
@@ -112,6 +136,10 @@ class Config(ABC):
     @abstractmethod
     def numbers(self) -> dict[str, float]:
         """All settings that decide a run, for the records: a run counts as done only where they are the same."""
+
+    @abstractmethod
+    def at(self, numbers: Mapping[str, float]) -> Config:
+        """The same with the tuned ones of these numbers."""
 
 
 @final
@@ -151,6 +179,7 @@ class KFAC(Config):
     metric: ng.OutputMetric
     constants: Constants = field(default_factory=Constants)
     solver: Solver | None = None  # None: that of ``ng.KFAC``, factored damping
+    divisor: float = 1.0
 
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
         c, device = self.constants, next(model.parameters()).device
@@ -170,13 +199,20 @@ class KFAC(Config):
             generator=torch.Generator(device=device).manual_seed(seed),
         )
 
+    def looks(self, step: int) -> bool:
+        return step % self.constants.metric_every == 0
+
     def exactly_damped(self) -> KFAC:
         """(S ⊗ A + λ)⁻¹ by eigenvectors, as in the code of the paper."""
         return replace(self, name=f"{self.name}_exact", solver=ng.Cholesky())
 
     def numbers(self) -> dict[str, float]:
         numbers = vars(self.constants) | {"decoupled": self.constants.decoupled, "exact": self.solver is not None}
-        return numbers | _numbers_of(self.metric)
+        scaled = {} if self.divisor == 1.0 else {"divisor": self.divisor}
+        return numbers | scaled | _numbers_of(self.metric)
+
+    def at(self, numbers: Mapping[str, float]) -> KFAC:
+        return replace(self, constants=replace(self.constants, lr=numbers["lr"], damping=numbers["damping"]))
 
 
 def _numbers_of(metric: ng.OutputMetric) -> dict[str, float]:
@@ -186,11 +222,13 @@ def _numbers_of(metric: ng.OutputMetric) -> dict[str, float]:
     {'nu': 1.5, 'lengthscale': 20.0, 'jitter': 1e-06, 'independent': False, 'samples': 1}
     """
     if isinstance(metric, Independent):
-        return _numbers_of(metric.sobolev) | {"independent": True}
+        unmatched = {} if metric.matched else {"matched": False}
+        return _numbers_of(metric.sobolev) | {"independent": True} | unmatched
     if isinstance(metric, ng.Sobolev):
         numbers = {name: getattr(metric, name) for name in ("nu", "lengthscale", "jitter")}
-        if metric.features is None and all(isinstance(number, float) for number in numbers.values()):
-            return numbers | {"independent": False} | _numbers_of(metric.base)
+        other = {"permuted": True} if metric.features is permuted else {}
+        if metric.features in (None, permuted) and all(isinstance(number, float) for number in numbers.values()):
+            return numbers | {"independent": False} | other | _numbers_of(metric.base)
     if isinstance(metric, ng.Fisher) and isinstance(metric.family, ng.Categorical) and metric.samples is not None:
         return {"samples": metric.samples}
     raise TypeError(f"{metric!r} is not described by numbers: say in _numbers_of which decide it")
@@ -213,6 +251,12 @@ class Momentum(Config):
     def numbers(self) -> dict[str, float]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "momentum": self.momentum}
 
+    def looks(self, step: int) -> bool:
+        return False
+
+    def at(self, numbers: Mapping[str, float]) -> Momentum:
+        return replace(self, lr=numbers["lr"], weight_decay=numbers["weight_decay"])
+
 
 @final
 @dataclass(frozen=True)
@@ -230,6 +274,38 @@ class AdamW(Config):
     def numbers(self) -> dict[str, float]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "beta1": _BETAS[0], "beta2": _BETAS[1], "eps": _EPS}
 
+    def looks(self, step: int) -> bool:
+        return False
+
+    def at(self, numbers: Mapping[str, float]) -> AdamW:
+        return replace(self, lr=numbers["lr"], weight_decay=numbers["weight_decay"])
+
+
+@final
+@dataclass(frozen=True)
+class Natural(Config):
+    """``ng.Natural`` as the library has it: the half power, no loss. Gains and biases are stepped by AdamW."""
+
+    lr: float
+    weight_decay: float
+    name: str = "natural"
+
+    def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
+        return ng.Natural(model, lr=self.lr, weight_decay=self.weight_decay)
+
+    def numbers(self) -> dict[str, float]:
+        """With the library's defaults of this commit."""
+        defaults = {name: one.default for name, one in inspect.signature(ng.Natural).parameters.items()}
+        decide = ("momentum", "power", "rms", "polar", "decay", "metric_every", "inverse_every", "early")
+        numbers = {name: defaults[name] for name in decide} | {"damping": defaults["damping"].epsilon}
+        return {"lr": self.lr, "weight_decay": self.weight_decay} | numbers
+
+    def looks(self, step: int) -> bool:
+        return False  # at gradients only
+
+    def at(self, numbers: Mapping[str, float]) -> Natural:
+        return replace(self, lr=numbers["lr"], weight_decay=numbers["weight_decay"])
+
 
 def amari() -> KFAC:
     """The baseline of the paper."""
@@ -246,12 +322,68 @@ def independent() -> KFAC:
     return KFAC("independent", Independent(ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE)))
 
 
-def grid() -> dict[str, list[Config]]:
-    """The grids of SGD and AdamW.
+def control() -> KFAC:
+    """Sobolev K-FAC with the kernel matrix of permuted inputs."""
+    return KFAC("permuted", ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE, features=permuted))
 
-    They surround the best settings of Wang's grid for SGD and of the usual one for AdamW, which were at the edge there.
+
+def amari_scaled() -> KFAC:
+    """The baseline with scaled inputs: "baseline_scale" of the paper with tenths, "baseline_lr_scale" with fifths."""
+    return replace(amari(), name="amari_scaled", divisor=LENGTHSCALE)
+
+
+def literal() -> KFAC:
+    """The paper to the letter: scaled inputs, the printed factors without the matched trace, independent labels.
+
+    The kernel sees the scaled inputs, so that its own lengthscale is 1.
     """
-    return {
-        "sgd": [Momentum(lr, wd) for lr in (0.06, 0.03, 0.01, 0.003) for wd in (3e-2, 1e-2, 3e-3, 1e-3)],
-        "adamw": [AdamW(lr, wd) for lr in (1e-3, 3e-4, 1e-4) for wd in (8.0, 2.0, 0.5, 0.1)],
-    }
+    metric = Independent(ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=1.0), matched=False)
+    return KFAC("literal", metric, divisor=LENGTHSCALE)
+
+
+def _damped(arm: KFAC) -> tuple[KFAC, ...]:
+    """Learning rates and dampings around the paper's, 0.01 and 0.03."""
+    numbers = [{"lr": lr, "damping": λ} for lr in (0.03, 0.01, 0.003) for λ in (0.3, 0.1, 0.03, 0.01)]
+    return tuple(replace(arm.at(one), name=f"{arm.name}_tuned") for one in numbers)
+
+
+@final
+@dataclass(frozen=True)
+class Arm:
+    """A row of the table: its title, and the settings; where there are several, ``--tune`` chooses one of them."""
+
+    title: str
+    candidates: tuple[Config, ...]
+
+    @property
+    def name(self) -> str:
+        """On the command line and in the records."""
+        return self.candidates[0].name
+
+    @property
+    def tuned(self) -> bool:
+        """Whether its settings are chosen by short runs."""
+        return len(self.candidates) > 1
+
+
+_ALL = (
+    Arm("K-FAC (Amari)", (amari(),)),
+    Arm("Sobolev K-FAC", (sobolev(),)),
+    Arm("Sobolev K-FAC, independent samples", (independent(),)),
+    Arm("Sobolev K-FAC of permuted inputs (control)", (control(),)),
+    Arm("K-FAC (Amari), scaled inputs", (amari_scaled(),)),
+    Arm("Sobolev K-FAC, to the letter of the paper", (literal(),)),
+    Arm("K-FAC (Amari), exact damping", (amari().exactly_damped(),)),
+    Arm("Sobolev K-FAC, exact damping", (sobolev().exactly_damped(),)),
+    Arm("K-FAC (Amari), tuned", _damped(amari())),
+    Arm("Sobolev K-FAC, tuned", _damped(sobolev())),
+    # These grids surround the best settings of Wang's grid for SGD and of the usual one for AdamW, which were at the
+    # edge there.
+    Arm(
+        "SGD with momentum, tuned",
+        tuple(Momentum(lr, wd) for lr in (0.06, 0.03, 0.01, 0.003) for wd in (3e-2, 1e-2, 3e-3, 1e-3)),
+    ),
+    Arm("AdamW, tuned", tuple(AdamW(lr, wd) for lr in (1e-3, 3e-4, 1e-4) for wd in (8.0, 2.0, 0.5, 0.1))),
+    Arm("ng.Natural, tuned", tuple(Natural(lr, wd) for lr in (1e-2, 3e-3, 1e-3) for wd in (1.0, 0.3, 0.1, 0.03))),
+)
+ARMS: Mapping[str, Arm] = {arm.name: arm for arm in _ALL}

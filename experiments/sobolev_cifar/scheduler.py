@@ -12,8 +12,8 @@ from typing import final
 
 from experiments.cifar import Benchmark, cached
 from experiments.images import Images
-from experiments.record import Record
-from experiments.training import Budget, Job, Setup, train
+from experiments.sobolev_cifar.record import Record
+from experiments.sobolev_cifar.training import Budget, Job, Setup, train
 
 
 @final

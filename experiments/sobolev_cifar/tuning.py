@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, final
 
 from experiments.cifar import Benchmark
-from experiments.configs import Config, Schedule
 from experiments.files import write_json
-from experiments.record import Record, load_all, longest
-from experiments.scheduler import Place, Task, perform_all
-from experiments.training import Budget, Job, Setup
+from experiments.sobolev_cifar.arms import Config, Schedule
+from experiments.sobolev_cifar.record import Record, load_all, longest
+from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
+from experiments.sobolev_cifar.training import Budget, Job, Setup
 
 TUNING_SEED = 1000  # no reported run has it
 _MATTERS = ("batch", "width", "limit")  # settings that a tuned rate depends on
@@ -122,6 +122,13 @@ class Choices:
                 "out of --arms"
             )
         return choice.chosen
+
+    def better(self, dataset: str, arm: str, schedules: Sequence[str]) -> str | None:
+        """The schedule with the higher accuracy on held-out images; None until all have been tuned."""
+        found = {schedule: self.of(TuningKey(dataset, arm, schedule)) for schedule in schedules}
+        if any(choice.chosen is None for choice in found.values()):
+            return None
+        return max(schedules, key=lambda schedule: float(_ranked(found[schedule].rounds[-1])[0]["accuracy"]))
 
     def current(self, records: Sequence[Record]) -> list[Record]:
         """One run per name. Runs with outdated settings count only until a run with the new choice is finished.

@@ -11,24 +11,34 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, final
 
 from scipy import stats
 
 from experiments.files import write_json
-from experiments.record import Point, Record
-from experiments.report import ORDER, PAPER, TITLES, Group, before_decay
+from experiments.sobolev_cifar.record import Point, Record
+from experiments.sobolev_cifar.report import PAPER, TITLES, Group, before_decay
 
 # Pairs (first, second) whose difference is taken.
 _METRICS = (("sobolev", "amari"), ("independent", "amari"), ("sobolev", "independent"))
 _SAME = (
     *_METRICS,
+    ("sobolev", "permuted"),
+    ("permuted", "amari"),
+    ("literal", "amari_scaled"),
+    ("literal", "sobolev"),
+    ("amari_scaled", "amari"),
     ("sobolev_exact", "amari_exact"),
+    ("sobolev_tuned", "amari_tuned"),
     ("amari", "sgd"),
     ("amari", "adamw"),
+    ("amari", "natural"),
 )
+_VARIANTS = ("sobolev", "independent", "permuted", "literal")
 _BOTH = tuple(dict.fromkeys(PAPER.values()))  # schedules
+_REACHING = ("amari", "sobolev", "independent", "permuted", "literal", "sgd", "adamw", "natural")
 _RIVALS = ("amari", "sgd", "adamw")  # their final levels are to be reached
 
 
@@ -74,13 +84,37 @@ class Paired:
     @property
     def margin(self) -> float:
         """Half the width of the 95 % confidence interval."""
-        return float(stats.t.isf(0.025, len(self.differences) - 1)) * self.error
+        return self.half_width(0.95)
+
+    def half_width(self, coverage: float) -> float:
+        """Half the width of the confidence interval with this coverage."""
+        return float(stats.t.isf((1 - coverage) / 2, len(self.differences) - 1)) * self.error
+
+    @property
+    def sign_flip(self) -> float:
+        """The two-sided p-value of the exact sign-flip test: no distribution is assumed.
+
+        >>> Paired((1.0, 2.0, 3.0, 4.0)).sign_flip
+        0.125
+        """
+        flips = list(product((1, -1), repeat=len(self.differences)))
+        sums = [abs(sum(s * d for s, d in zip(signs, self.differences, strict=True))) for signs in flips]
+        return sum(total >= sums[0] * (1 - 1e-12) for total in sums) / len(sums)
 
     def columns(self) -> dict[str, Any]:
         """For JSON; an infinite t is null."""
         numbers = {name: getattr(self, name) for name in ("mean", "deviation", "t", "p", "margin")}
         rounded = {name: float(f"{v:.5g}") if math.isfinite(v) else None for name, v in numbers.items()}
         return {"differences": [float(f"{d:.5g}") for d in self.differences], **rounded}
+
+
+def signed(value: float, digits: int) -> str:
+    """With a sign in front.
+
+    >>> signed(-0.5, 1)
+    '−0.5'
+    """
+    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 @final
@@ -94,10 +128,10 @@ class Quantity:
     digits: int
 
     def cell(self, paired: Paired) -> str:
-        """Mean ± deviation, t and p."""
-        mean = f"{paired.mean:+.{self.digits}f}".replace("-", "−")
-        t = f"{paired.t:.1f}".replace("-", "−")
-        return f"{mean} ± {paired.deviation:.{self.digits}f} (t {t}, p {paired.p:.2g})"
+        """Mean, 95 % interval, and p of the t-test."""
+        ends = (paired.mean, paired.mean - paired.margin, paired.mean + paired.margin)
+        mean, low, high = (signed(value, self.digits) for value in ends)
+        return f"{mean} [{low}, {high}], p {paired.p:.2g}"
 
 
 QUANTITIES = (
@@ -142,8 +176,14 @@ class Side:
 
     def of(self, quantity: Quantity, seed: int) -> float:
         """The quantity of a seed."""
-        runs = (run for group in self.groups for run in group.records if run.name.seed == seed)
-        return statistics.fmean(map(quantity.of, runs))
+        return statistics.fmean(map(quantity.of, self._runs(seed)))
+
+    def commits(self, seed: int) -> set[str]:
+        """Of the code that the runs of a seed were made with."""
+        return {commit for run in self._runs(seed) for commit in run.commits}
+
+    def _runs(self, seed: int) -> list[Record]:
+        return [run for group in self.groups for run in group.records if run.name.seed == seed]
 
 
 @final
@@ -321,15 +361,18 @@ def table(found: Sequence[Group]) -> str:
 
 def reached(found: Sequence[Group]) -> str:
     """The levels as a Markdown table: epochs and seconds."""
-    arms = [arm for arm in ORDER if any(group.arm == arm for group in found)]
+    arms = [arm for arm in _REACHING if any(group.arm == arm for group in found)]
     head = ["images", "schedule", "the end of", *(TITLES[arm] for arm in arms)]
     rows = [level.row(_beside(level, found), arms) for level in levels(found)]
     return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *rows])
 
 
 def saved(found: Sequence[Group]) -> str:
-    """How many epochs before K-FAC every seed of its variants reaches the end of K-FAC's run of that seed."""
-    variants = [one for one, other in _METRICS if other == "amari" and any(group.arm == one for group in found)]
+    """How many epochs before K-FAC every seed of its variants reaches the end of K-FAC's run of that seed.
+
+    K-FAC itself with the schedule of the row is the first of them: what it saves comes from the schedule.
+    """
+    variants = [arm for arm in ("amari", *_VARIANTS) if any(group.arm == arm for group in found)]
     head = ["images", "schedule", "the end of", *(TITLES[arm] for arm in variants)]
     of_kfac = [level for level in levels(found) if level.rival.arm == "amari"]
     rows = [level.saved_row(_beside(level, found), variants) for level in of_kfac]

@@ -1,0 +1,1 @@
+"""Differential equations with exact solutions, solved by least squares and by first-order baselines."""

@@ -1,0 +1,225 @@
+"""Solve differential equations by least squares and by baselines, and keep the raw logs.
+
+    python -m experiments.pde --problem poisson2d --solver natgrad adam --seeds 5 --minutes 1
+    python -m experiments.pde --problem poisson5d --device cuda --minutes 5 --results DIR
+    python -m experiments.pde --report --results DIR
+
+A run writes ``DIR/<problem>/<solver>-<seed>.jsonl``: a header, then a line for each of some hundred looks at the error.
+Time is that of the steps alone. A run that was cut short goes on from its last checkpoint, and one that is complete is
+not repeated. Baselines with a learning rate are run at every rate of ``solvers.RATES``, each as long as the others: the
+best of them is the tuned baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from benchmarks.harness import machine
+from experiments.files import commit, replaced
+from experiments.pde.problems import PROBLEMS, Problem
+from experiments.pde.solvers import RATES, SOLVERS, Stepper
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "pde"
+_SAVE = 30.0  # seconds of steps between two checkpoints
+_TARGETS = (1e-3, 1e-4, 1e-5, 1e-6)
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """One problem by one solver from one seed, for so many seconds of steps."""
+
+    problem: Problem
+    solver: str
+    rate: float | None
+    seed: int
+    seconds: float
+    device: str
+    memory: int
+    results: Path
+
+    @property
+    def name(self) -> str:
+        rate = "" if self.rate is None else f"_{self.rate:g}"
+        return f"{self.solver}{rate}-{self.seed}"
+
+    @property
+    def log(self) -> Path:
+        return self.results / self.problem.name / f"{self.name}.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.results / "checkpoints" / f"{self.problem.name}-{self.name}.pt"
+
+    def complete(self) -> bool:
+        lines = read(self.log) if self.log.exists() else []
+        return bool(lines) and lines[-1].get("done", False) and lines[0]["seconds"] >= self.seconds
+
+    def execute(self) -> None:
+        """From the last checkpoint, or from the start, to the end."""
+        net = self.problem.network(self.seed, self.device)
+        classes, generator = self.problem.classes(self.seed, self.device)
+        stepper = SOLVERS[self.solver](net, classes, self.rate, self.memory)
+        spent, steps, looks = 0.0, 0, self._looks()
+        if self.checkpoint.exists():
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=False)
+            net.load_state_dict(state["net"])
+            stepper.load(state["stepper"])
+            generator.set_state(state["generator"].cpu())
+            spent, steps = state["seconds"], state["steps"]
+            self._keep_until(spent)
+        else:
+            self._begin(sum(p.numel() for p in net.parameters()))
+        looks = [look for look in looks if look > spent]
+        saved, failure = spent, None
+        while spent < self.seconds:
+            start = time.perf_counter()
+            try:
+                loss = stepper.step(spent / self.seconds)
+            except Exception as raised:  # one run of many must not end the others: it is in the log
+                failure = f"{type(raised).__name__}: {raised}"
+                break
+            self._wait()
+            spent += time.perf_counter() - start
+            steps += 1
+            if spent >= looks[0]:
+                looks = [look for look in looks if look > spent] or [self.seconds]
+                error = self.problem.error(net, self.device)
+                self._write({"step": steps, "seconds": round(spent, 3), "loss": loss, "error": error})
+            if spent - saved > _SAVE:
+                self._save(net, stepper, generator, spent, steps)
+                saved = spent
+        error = self.problem.error(net, self.device)
+        last: dict[str, Any] = {"step": steps, "seconds": round(spent, 3), "error": error, "done": True}
+        if self.device.startswith("cuda"):
+            last["memory"] = torch.cuda.max_memory_allocated()
+        self._write(last if failure is None else {**last, "failure": failure})
+        self.checkpoint.unlink(missing_ok=True)
+
+    def _looks(self) -> list[float]:
+        """Times of steps at which the error is looked at: close together at the start."""
+        first = min(0.5, self.seconds / 100)
+        ratio = (self.seconds / first) ** (1 / 100)
+        return [first * ratio**k for k in range(101)]
+
+    def _wait(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    def _begin(self, parameters: int) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        header = {
+            "problem": self.problem.name,
+            "solver": self.solver,
+            "rate": self.rate,
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "parameters": parameters,
+            "commit": commit(),
+            "machine": machine(torch.device(self.device)),
+        }
+        self.log.write_text(json.dumps(header, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _keep_until(self, spent: float) -> None:
+        """Drop lines that were written after the checkpoint."""
+        head, *lines = read(self.log)
+        lines = [line for line in lines if line["seconds"] <= spent + 1e-3 and not line.get("done")]
+        head = {**head, "seconds": self.seconds}
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (head, *lines))
+        self.log.write_text(text, encoding="utf-8")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({k: v for k, v in line.items() if v == v}) + "\n")
+
+    def _save(self, net: nn.Module, stepper: Stepper, generator: torch.Generator, spent: float, steps: int) -> None:
+        with replaced(self.checkpoint) as file:
+            state = {"net": net.state_dict(), "stepper": stepper.state(), "generator": generator.get_state()}
+            torch.save({**state, "seconds": spent, "steps": steps}, file)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; a last one that was cut short is left out."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("}\n")]
+
+
+def runs(options: argparse.Namespace) -> Iterator[Run]:
+    """All that was asked for: seeds outermost, so that a solver is known early on one seed."""
+    for seed in options.seeds if isinstance(options.seeds, list) else range(options.seeds):
+        for problem in options.problem:
+            for solver in options.solver:
+                rates = options.rate or RATES.get(solver, (None,))
+                for rate in rates:
+                    yield Run(
+                        PROBLEMS[problem], solver, rate, seed, 60 * options.minutes, options.device,
+                        int(options.memory * 2**30), options.results,
+                    )  # fmt: skip
+
+
+def report(results: Path) -> str:
+    """A table for every problem: the median over seeds of the error at the end, and of the times to reach some."""
+    tables = []
+    for folder in sorted(path for path in results.iterdir() if path.is_dir() and path.name in PROBLEMS):
+        logs: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
+        for path in sorted(folder.glob("*.jsonl")):
+            lines = read(path)
+            if len(lines) > 1:
+                rate = "" if lines[0]["rate"] is None else f" {lines[0]['rate']:g}"
+                logs[lines[0]["solver"] + rate].append(lines)
+        rows = sorted(_row(solver, of_solver) for solver, of_solver in logs.items())
+        columns = [folder.name, "seeds", "seconds", "steps", "error", *(f"to {target:g}" for target in _TARGETS)]
+        head = f"| {' | '.join(columns)} |"
+        tables.append("\n".join([head, "| --- " * len(columns) + "|", *(text for _, text in rows)]))
+    return "\n\n".join(tables)
+
+
+def _row(solver: str, logs: Sequence[list[dict[str, Any]]]) -> tuple[float, str]:
+    ends = [min((line["error"] for line in lines[1:] if "error" in line), default=float("inf")) for lines in logs]
+    end = statistics.median(ends)
+    times = []
+    for target in _TARGETS:
+        reached = ((line["seconds"] for line in lines[1:] if line.get("error", 1) <= target) for lines in logs)
+        middle = statistics.median(next(seconds, float("inf")) for seconds in reached)
+        times.append("" if middle == float("inf") else f"{middle:.3g} s")
+    seconds = statistics.median(lines[-1]["seconds"] for lines in logs)
+    steps = int(statistics.median(lines[-1]["step"] for lines in logs))
+    return end, f"| {solver} | {len(logs)} | {seconds:.0f} | {steps} | {end:.2e} | " + " | ".join(times) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.pde")
+    parser.add_argument("--problem", nargs="+", choices=list(PROBLEMS), default=["poisson2d"])
+    parser.add_argument("--solver", nargs="+", choices=list(SOLVERS), default=["natgrad"])
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--rate", type=float, nargs="+", help="learning rates, or the damping of least squares")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of steps, for every run")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of the processor")
+    parser.add_argument("--memory", type=float, default=64.0, help="GiB that a structure may occupy")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="print the tables of the logs, and run nothing")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if not options.report:
+        for run in runs(options):
+            if not run.complete():
+                run.execute()
+                last = read(run.log)[-1]
+                print(f"{run.problem.name} {run.name}: {last}", flush=True)
+    print(report(options.results))
+
+
+if __name__ == "__main__":
+    main()

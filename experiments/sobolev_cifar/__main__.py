@@ -1,0 +1,5 @@
+"""``python -m experiments.sobolev_cifar``."""
+
+from experiments.sobolev_cifar.command import main
+
+main()

@@ -1,0 +1,401 @@
+"""The verdict of ``protocol.md`` from the record: its endpoints with intervals, questions beside, and two sentences.
+
+Nothing here is chosen after the runs: endpoints, seeds, coverage and words are those of the protocol.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from scipy import stats
+
+from experiments.files import write_json
+from experiments.sobolev_cifar.paired_stats import QUANTITIES, Level, Paired, Quantity, Side, levels, signed
+from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
+from experiments.sobolev_cifar.report import TITLES, Group
+
+NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+DECIDE = {"cifar10": range(3, 8), "cifar100": range(4)}  # seeds
+EVERY = range(1000)  # seeds
+CONTROL = {"cifar10": range(3, 7), "cifar100": range(4)}
+FAMILY = 0.975  # coverage: two data sets, 5 % together
+CLEAR = 0.05  # of K-FAC's loss
+SIMILAR = 0.5  # points of test accuracy
+PRIMARY, SECONDARY = QUANTITIES[0], QUANTITIES[-1]
+_SEEN = "not run yet"
+
+
+@final
+@dataclass(frozen=True)
+class Difference:
+    """One optimizer minus another over some seeds, with an interval of a coverage."""
+
+    quantity: Quantity
+    seeds: tuple[int, ...]
+    paired: Paired
+    of_second: float  # the mean of the second
+    coverage: float
+    one_commit: bool  # whether both sides of every pair were made with the same code
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the mean difference."""
+        half = self.paired.half_width(self.coverage)
+        return self.paired.mean - half, self.paired.mean + half
+
+    @property
+    def relative(self) -> tuple[float, float, float]:
+        """Mean and interval over the mean of the second: δ of the protocol."""
+        mean, low, high = (value / self.of_second for value in (self.paired.mean, *self.interval))
+        return mean, low, high
+
+    @property
+    def detected(self) -> float:
+        """The mean difference that as many seeds find with a power of 80 %, if differences deviate as they do here."""
+        return detectable(len(self.seeds), self.coverage) * self.paired.deviation
+
+    def shown(self) -> str:
+        """Mean and interval."""
+        d = self.quantity.digits
+        mean, low, high = (signed(value, d) for value in (self.paired.mean, *self.interval))
+        return f"{mean} [{low}, {high}]" + ("" if self.one_commit else " †")
+
+    def per_cent(self) -> str:
+        """The same relative to the second."""
+        mean, low, high = (signed(100 * value, 1) for value in self.relative)
+        return f"{mean} % [{low}, {high}]"
+
+
+def detectable(seeds: int, coverage: float, power: float = 0.8) -> float:
+    """The mean over the standard deviation of differences that a two-sided t-test finds with this power.
+
+    >>> [round(detectable(n, 0.95), 2) for n in (3, 4, 5, 8)], round(detectable(4, 0.975), 2)
+    ([3.26, 2.13, 1.68, 1.16], 2.72)
+    """
+    edge = float(stats.t.isf((1 - coverage) / 2, seeds - 1))
+    low, high = 0.0, 20.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        # T > edge where T is Student's t of a mean that is off zero; SciPy has no number for very large ones.
+        found = float(stats.nct.sf(edge, seeds - 1, middle * math.sqrt(seeds)))
+        low, high = (low, middle) if math.isnan(found) or found >= power else (middle, high)
+    return high
+
+
+@final
+@dataclass(frozen=True)
+class Runs:
+    """All finished runs, by images, schedule and optimizer."""
+
+    groups: Sequence[Group]
+
+    def side(self, dataset: str, arm: str, schedules: Collection[str]) -> Side | None:
+        """An optimizer with some schedules; None where one of them has no run."""
+        found = [
+            g for g in self.groups if (g.dataset, g.arm) == (dataset, arm) and g.schedule in schedules and g.records
+        ]
+        return Side(tuple(found)) if len(found) == len(schedules) else None
+
+    def any(self, dataset: str, arm: str) -> bool:
+        """Whether an optimizer has a run."""
+        return any((g.dataset, g.arm) == (dataset, arm) and g.records for g in self.groups)
+
+    def difference(
+        self,
+        dataset: str,
+        ours: tuple[str, Collection[str]],
+        theirs: tuple[str, Collection[str]],
+        quantity: Quantity,
+        seeds: Collection[int],
+        coverage: float = 0.95,
+    ) -> Difference | None:
+        """Optimizer and schedules of both sides; None with fewer than two common seeds."""
+        one, other = self.side(dataset, *ours), self.side(dataset, *theirs)
+        if one is None or other is None:
+            return None
+        common = tuple(sorted(one.seeds & other.seeds & set(seeds)))
+        if len(common) < 2:
+            return None
+        values = [(one.of(quantity, seed), other.of(quantity, seed)) for seed in common]
+        mean = sum(second for _, second in values) / len(values)
+        same = all(one.commits(seed) == other.commits(seed) for seed in common)
+        return Difference(quantity, common, Paired(tuple(a - b for a, b in values)), mean, coverage, same)
+
+    def claim(self, dataset: str, quantity: Quantity, seeds: Collection[int]) -> Difference | None:
+        """Sobolev minus K-FAC with the same schedules, a seed counts once."""
+        return self.difference(dataset, ("sobolev", BOTH), ("amari", BOTH), quantity, seeds, FAMILY)
+
+
+def verdict_on(found: Difference) -> str:
+    """The row of the protocol's table that an interval of δ is in."""
+    _, low, high = found.relative
+    if low > 0:
+        return "against the claim: slower"
+    if high < -CLEAR:
+        return "for the claim: a clear advantage"
+    if high < 0:
+        small = "an advantage, but a small one: against a clear advantage"
+        return small if low >= -CLEAR else "for an advantage; whether it is clear is not decided"
+    return "against the claim: no advantage found, and a clear one is excluded" if low >= -CLEAR else "undecided"
+
+
+def similar(found: Difference) -> bool:
+    """Whether the protocol calls test accuracies similar."""
+    low, high = found.interval
+    return low <= 0 <= high or (low >= -SIMILAR and high <= SIMILAR)
+
+
+def margin_grows(ten: Difference, hundred: Difference) -> tuple[float, float, float]:
+    """δ(CIFAR-100) − δ(CIFAR-10) with Welch's 95 % interval."""
+    sides = [[d / side.of_second for d in side.paired.differences] for side in (hundred, ten)]
+    means = [sum(side) / len(side) for side in sides]
+    parts = [(Paired(tuple(side)).error) ** 2 for side in sides]
+    error = math.sqrt(sum(parts))
+    degrees = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, sides, strict=True))
+    half = float(stats.t.isf(0.025, degrees)) * error
+    return means[0] - means[1], means[0] - means[1] - half, means[0] - means[1] + half
+
+
+def _partly(found: Difference, planned: Collection[int]) -> str:
+    return "" if len(found.seeds) == len(planned) else f", preliminary: {len(found.seeds)} of {len(planned)} seeds"
+
+
+def _clause(runs: Runs, dataset: str) -> str:
+    found, name = runs.claim(dataset, PRIMARY, DECIDE[dataset]), NAMES[dataset]
+    if found is not None:
+        words = f"Sobolev K-FAC's training loss up to 40 % of the epochs differs from K-FAC's by {found.per_cent()}"
+        return f"on {name} {words} ({verdict_on(found)}{_partly(found, DECIDE[dataset])})"
+    before = runs.claim(dataset, PRIMARY, EVERY)
+    if before is None:
+        return f"{name} has not been run"
+    earlier = f"training loss up to 40 % of the epochs {before.per_cent()} of K-FAC's"
+    seeds = ", ".join(map(str, before.seeds))
+    return f"on {name} the runs that decide have not been made (earlier seeds {seeds}, exploratory: {earlier})"
+
+
+def sentences(runs: Runs) -> tuple[str, str]:
+    """The verdict in two sentences: is the paper's method faster, and is it for the reason that the paper gives?"""
+    decided = any(runs.claim(dataset, PRIMARY, seeds) for dataset, seeds in DECIDE.items())
+    start = (
+        "With equal schedules, " if decided else "Whether Sobolev K-FAC learns faster than K-FAC is not settled yet: "
+    )
+    first = f"{start}{_clause(runs, 'cifar10')}; {_clause(runs, 'cifar100')}."
+    found = runs.difference("cifar10", ("sobolev", ("fifths",)), ("permuted", ("fifths",)), PRIMARY, CONTROL["cifar10"])
+    if found is None:
+        second = "Whether the geometry of the images has a part in it is open, because the control has not been run"
+    else:
+        low, high = found.interval
+        words = "does as well, so that nothing shows a part of the geometry of the images"
+        if high < 0:
+            words = "does worse, so that the geometry of the images has a part in it"
+        if low > 0:
+            words = "does better, so that it is not the geometry of the images that helps"
+        second = (
+            "The same method with the kernel of permuted images, which knows nothing of them, "
+            f"{words} (Sobolev less control {found.per_cent()}{_partly(found, CONTROL['cifar10'])})"
+        )
+    return first, second + _accuracies(runs) + "."
+
+
+def _accuracies(runs: Runs) -> str:
+    """On the final test accuracies; before the seeds that decide are run, on those that are there."""
+    found = {}
+    for dataset, seeds in DECIDE.items():
+        for chosen, note in ((seeds, ""), (EVERY, ", exploratory")):
+            end = runs.claim(dataset, SECONDARY, chosen)
+            if end is not None and dataset not in found:
+                found[dataset] = end, f"{end.shown()} on {NAMES[dataset]}{note}"
+    if not found:
+        return ""
+    alike = "similar" if all(similar(end) for end, _ in found.values()) else "not similar"
+    return f"; the final test accuracies are {alike} (difference in points {'; '.join(t for _, t in found.values())})"
+
+
+def endpoints(runs: Runs) -> str:
+    """The table of the protocol's endpoints, and beside each of them what all seeds say."""
+    head = ["images", "endpoint", "seeds", "Sobolev − K-FAC [97.5 %]", "of K-FAC's", "seed by seed", "sign-flip p"]
+    head += ["found with power 80 %", "verdict"]
+    rows = []
+    for dataset, seeds in DECIDE.items():
+        for kind, quantity in (("primary", PRIMARY), ("secondary", SECONDARY)):
+            found, every = (runs.claim(dataset, quantity, chosen) for chosen in (seeds, EVERY))
+            names = [NAMES[dataset], f"{kind}: {quantity.title}"]
+            if found is None:
+                rows.append([*names, f"{min(seeds)} to {max(seeds)}", _SEEN, *5 * ["–"]])
+            else:
+                alike = "similar" if similar(found) else "not similar"
+                words = verdict_on(found) if quantity is PRIMARY else alike
+                rows.append([*names, *_numbers(found), words + _partly(found, seeds)])
+            if every is not None and not set(every.seeds) <= set(seeds):
+                rows.append([NAMES[dataset], f"exploratory: {quantity.title}", *_numbers(every), "–"])
+    text = _table(head, rows)
+    pair = [runs.claim(dataset, PRIMARY, DECIDE[dataset]) for dataset in ("cifar10", "cifar100")]
+    if pair[0] is None or pair[1] is None:
+        return f"{text}\n\nWhether the margin grows on CIFAR-100 is not known yet."
+    mean, low, high = margin_grows(pair[0], pair[1])
+    words = "grows" if high < 0 else "shrinks" if low > 0 else "is not shown to grow"
+    numbers = f"{signed(100 * mean, 1)} % [{signed(100 * low, 1)}, {signed(100 * high, 1)}]"
+    return f"{text}\n\nThe margin {words} on CIFAR-100: δ differs by {numbers} (95 %, Welch)."
+
+
+def _numbers(found: Difference) -> list[str]:
+    """Cells of a row: seeds, difference, relative difference, seed by seed, p, and what is found with power."""
+    digits = found.quantity.digits
+    return [
+        ", ".join(map(str, found.seeds)),
+        found.shown(),
+        found.per_cent() if found.quantity is PRIMARY else "–",
+        ", ".join(signed(d, digits) for d in found.paired.differences),
+        f"{found.paired.sign_flip:.3g}",
+        f"{found.detected:.{digits}f}",
+    ]
+
+
+# The questions beside the endpoints: exploratory, 95 % intervals.
+
+_BETTER = ("sgd", "adamw", "natural")  # run with one schedule, the better one
+
+
+def _questions() -> Iterator[tuple[str, str, tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]]:
+    """Question, images, and optimizer with schedules of both sides."""
+    tenths, fifths = ("tenths",), ("fifths",)
+    for dataset in NAMES:
+        yield "Does the geometry matter? Sobolev less control", dataset, ("sobolev", fifths), ("permuted", fifths)
+        yield "What comes without geometry? Control less K-FAC", dataset, ("permuted", fifths), ("amari", fifths)
+        yield "Does the other schedule help K-FAC?", dataset, ("amari", fifths), ("amari", tenths)
+        yield "The comparison of the paper, our Sobolev", dataset, ("sobolev", fifths), ("amari", tenths)
+        for rival in _BETTER:
+            for schedule in BOTH:
+                yield f"K-FAC less {TITLES[rival]}", dataset, ("amari", (schedule,)), (rival, (schedule,))
+    ten = "cifar10"
+    yield "The comparison of the paper, to its letter", ten, ("literal", fifths), ("amari", tenths)
+    yield "The letter, with the schedule and inputs of both", ten, ("literal", fifths), ("amari_scaled", fifths)
+    yield "The letter less our Sobolev", ten, ("literal", fifths), ("sobolev", fifths)
+    yield "Do scaled inputs help K-FAC?", ten, ("amari_scaled", tenths), ("amari", tenths)
+    yield "… with the other schedule", ten, ("amari_scaled", fifths), ("amari", tenths)
+    yield "Independent labels less one shared probe", ten, ("independent", BOTH), ("sobolev", BOTH)
+    yield "Exact damping, Sobolev less K-FAC", ten, ("sobolev_exact", fifths), ("amari_exact", fifths)
+    yield "Both tuned, Sobolev less K-FAC", ten, ("sobolev_tuned", fifths), ("amari_tuned", fifths)
+
+
+def questions(runs: Runs) -> str:
+    """The table of exploratory comparisons; what is planned and not there is said."""
+    coming = {(run.name.dataset, run.name.arm) for run in plan()}
+    rows = []
+    for question, dataset, ours, theirs in _questions():
+        found = [runs.difference(dataset, ours, theirs, quantity, EVERY) for quantity in (PRIMARY, SECONDARY)]
+        schedules = " and ".join(ours[1]) if ours[1] == theirs[1] else f"{ours[1][0]}, {theirs[1][0]}"
+        first, last = found
+        if first is not None and last is not None:
+            seeds = ", ".join(map(str, first.seeds))
+            rows.append([question, NAMES[dataset], schedules, seeds, first.shown(), first.per_cent(), last.shown()])
+        elif theirs[0] not in _BETTER:
+            rows.append([question, NAMES[dataset], schedules, _SEEN, "–", "–", "–"])
+        elif (dataset, theirs[0]) in coming and ours[1] == BOTH[:1] and not runs.any(dataset, theirs[0]):
+            rows.append([question, NAMES[dataset], f"the {BETTER} one", _SEEN, "–", "–", "–"])
+    head = ["question", "images", "schedule", "seeds", PRIMARY.title, "relative", SECONDARY.title]
+    return _table(head, rows)
+
+
+# The figures of the paper.
+
+_BASELINE = ("baseline", "amari", "tenths")
+_OURS = (_BASELINE, ("ours, to the letter", "literal", "fifths"), ("ours, as here", "sobolev", "fifths"))
+_BASELINES = (
+    _BASELINE,
+    ("baseline_lr", "amari", "fifths"),
+    ("baseline_scale", "amari_scaled", "tenths"),
+    ("baseline_lr_scale", "amari_scaled", "fifths"),
+)
+_FIGURES = (
+    ("1", "cifar10", _OURS, 'final test "similar", "a clear advantage regarding convergence speed"'),
+    ("2", "cifar100", _OURS, 'the same, "with the margin increased"'),
+    ("3", "cifar10", _BASELINES, 'the other three "cannot bring any benefit to the baseline"'),
+    ("4", "cifar100", _BASELINES, "the same"),
+)
+
+
+def figures(runs: Runs) -> str:
+    """Figures 1 to 4 of the paper: what it prints beside them, and the same curves here."""
+    rows = []
+    coming = {(run.name.dataset, run.name.arm, run.name.schedule) for run in plan()}
+    for figure, dataset, curves, printed in _FIGURES:
+        for at, (label, arm, schedule) in enumerate(curves):
+            names = [figure, NAMES[dataset], "" if at else printed, f"{label}: {TITLES[arm]}, {schedule}"]
+            side = runs.side(dataset, arm, (schedule,))
+            if side is None:
+                why = _SEEN if (dataset, arm, schedule) in coming else "not planned"
+                rows.append([*names, why, *3 * ["–"]])
+                continue
+            (group,) = side.groups
+            early = sum(side.of(PRIMARY, seed) for seed in side.seeds) / len(side.seeds)
+            end = f"{group.accuracy.mean[-1]:.2f} ± {group.accuracy.deviation[-1]:.2f}"
+            rows.append([*names, f"{len(side.seeds)}", f"{early:.4f}", end, _reached(runs, group)])
+    head = ["figure", "images", "the paper prints", "curve", "seeds", PRIMARY.title, SECONDARY.title]
+    table = _table([*head, "epoch at which the baseline's final test accuracy is reached"], rows)
+    return "\n\n".join([table, *(_schedule(runs, dataset) for dataset in NAMES)])
+
+
+def _end_of_baseline(runs: Runs, dataset: str) -> Level | None:
+    """The final test accuracy of K-FAC with tenths."""
+    base = runs.side(dataset, "amari", ("tenths",))
+    return None if base is None else next(one for one in levels(base.groups) if one.title == SECONDARY.title)
+
+
+def _reached(runs: Runs, group: Group) -> str:
+    level = _end_of_baseline(runs, group.dataset)
+    epoch = None if level is None else level.epoch(group)
+    return "–" if level is None else "never" if epoch is None else f"{epoch}"
+
+
+def _schedule(runs: Runs, dataset: str) -> str:
+    """Whether the other schedule brings a benefit to the baseline, by the rule of the protocol."""
+    level, side, name = _end_of_baseline(runs, dataset), runs.side(dataset, "amari", ("fifths",)), NAMES[dataset]
+    saved = [] if level is None or side is None else list(level.saved(side.groups[0]).values())
+    if not saved:
+        return f"Whether the schedule helps the baseline on {name} is not known yet."
+    shown = ", ".join("never" if epochs is None else f"{epochs}".replace("-", "−") for epochs in saved)
+    every = all(epochs is not None and epochs > 0 for epochs in saved)
+    words = "The schedule does bring a benefit to" if every else "No benefit of the schedule in every seed is found for"
+    return f"{words} the baseline on {name}: baseline_lr reaches its final test accuracy {shown} epochs earlier."
+
+
+def missing(runs: Sequence[Planned]) -> str:
+    """What the protocol has and the record has not."""
+    if not runs:
+        return "All runs of the protocol have been made."
+    rows = []
+    for part in dict.fromkeys(run.part for run in runs):
+        left = [run.name for run in runs if run.part == part]
+        planned = sum(run.part == part for run in plan())
+        seeds: dict[str, list[str]] = {}
+        for name in left:
+            what = f"{TITLES[name.arm]}, {NAMES[name.dataset]}, {name.schedule}"
+            seeds.setdefault(what, []).append(f"{name.seed}")
+        listed = "; ".join(f"{text}: {', '.join(ones)}" for text, ones in seeds.items())
+        rows.append([part, f"{len(left)} of {planned}", listed])
+    return _table(["part of the protocol", "runs not made yet", "optimizer, images, schedule: seeds"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def save(found: Sequence[Group], left: Sequence[Planned], results: Path) -> str:
+    """``verdict.md`` and the tables beside it; the two sentences are returned."""
+    runs = Runs(found)
+    text = " ".join(sentences(runs))
+    parts = {"verdict": text, "endpoints": endpoints(runs), "questions": questions(runs), "figures": figures(runs)}
+    for name, content in {**parts, "missing": missing(left)}.items():
+        (results / f"{name}.md").write_text(content + "\n")
+    claims = {
+        dataset: {q.name: d.paired.columns() for q in (PRIMARY, SECONDARY) if (d := runs.claim(dataset, q, seeds))}
+        for dataset, seeds in DECIDE.items()
+    }
+    write_json(results / "verdict.json", {"sentences": text, "claims": claims, "not_run": [r.name.key for r in left]})
+    return text

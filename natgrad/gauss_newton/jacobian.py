@@ -1,0 +1,233 @@
+"""The Jacobian J of all residuals in a structure, and damped least-squares solutions with it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import SingularMetricError
+from natgrad.linalg import check_finite, check_positive
+from natgrad.pullback.pullback import Pullback
+from natgrad.solve.cg import CG
+from natgrad.solve.solvers import Cholesky, Solver
+from natgrad.structures.base import Inverse, Layout, Operator, Structure
+from natgrad.structures.dense import Dense, DenseOperator
+from natgrad.structures.implicit import Implicit, ImplicitOperator
+from natgrad.structures.kernel import Kernel
+from natgrad.structures.row_stack import RowStack, averaged
+
+_REFINED = 2  # steps of iterative refinement
+
+
+class ResidualJacobian(ABC):
+    """J [m p] of the residuals r [m], each class times the root of its weight over N; G = JᵀJ is the ``operator``."""
+
+    @property
+    @abstractmethod
+    def operator(self) -> Operator:
+        """G = JᵀJ, exact."""
+
+    @abstractmethod
+    def solve(self, t: Tensor, damping: float) -> Tensor:
+        """(JᵀJ + λ)⁻¹Jᵀt [p]; for λ = 0 the solution of least norm."""
+
+    @abstractmethod
+    def sharp(self, ω: Tensor, damping: float) -> Tensor:
+        """(JᵀJ + λ)⁻¹ω [p] of any covector; for ω = Jᵀt ``solve`` has more digits."""
+
+    @abstractmethod
+    def singular_values(self) -> Tensor | None:
+        """Those of J, all min(m, p), descending; None where J is known by products only."""
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v [m]."""
+        return self.operator.push_root(v)
+
+    def pull(self, t: Tensor) -> Tensor:
+        """Jᵀ t [p]."""
+        return self.operator.pull_root(t)
+
+
+@final
+@dataclass(frozen=True)
+class KernelJacobian(ResidualJacobian):
+    """For fewer rows than parameters: v = Jᵀ(JJᵀ + λ)⁻¹t, with JJᵀ [m m] from factors; J is never formed.
+
+    Where λ is below the rounding of JJᵀ, that rounding is added in its place, and iterative refinement with products
+    of J takes it away again as far as it can be told from zero.
+    """
+
+    rows: RowStack
+
+    @property
+    def operator(self) -> RowStack:
+        return self.rows
+
+    @cached_property
+    def gram(self) -> Tensor:
+        gram = self.rows.gram()
+        check_finite(gram, "the Gram matrix of the residuals")
+        return gram
+
+    @cached_property
+    def _factors(self) -> dict[float, Tensor]:
+        return {}
+
+    def solve(self, t: Tensor, damping: float) -> Tensor:
+        m = len(self.gram)
+        rounding = m * torch.finfo(self.gram.dtype).eps * float(self.gram.diagonal().amax())
+        factor = self._factor(max(damping, rounding))
+        z = torch.cholesky_solve(t.unsqueeze(1), factor).squeeze(1)
+        for _ in range(_REFINED if damping < rounding else 0):
+            left = t - self.push(self.pull(z)) - damping * z
+            z = z + torch.cholesky_solve(left.unsqueeze(1), factor).squeeze(1)
+        return self.pull(z)
+
+    def sharp(self, ω: Tensor, damping: float) -> Tensor:
+        """Woodbury's identity, (ω − v)/λ with the solution v of J v = Jω."""
+        check_positive(damping, "the damping")
+        return (ω - self.solve(self.push(ω), damping)) / damping
+
+    def _factor(self, damping: float) -> Tensor:
+        """Of JJᵀ + λ; where rounding makes that indefinite, of the next λ·4ᵏ for which it is not."""
+        if damping not in self._factors:
+            matrix, added, λ, info = self.gram.clone(), 0.0, damping, None
+            while info is None or bool(info):
+                if not λ < math.inf:
+                    raise SingularMetricError("the Gram matrix of the residuals is not positive at any damping")
+                matrix.diagonal().add_(λ - added)
+                factor, info = torch.linalg.cholesky_ex(matrix)
+                added, λ = λ, 4 * λ
+            self._factors.clear()
+            self._factors[damping] = factor
+        return self._factors[damping]
+
+    def singular_values(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.gram).flip(0).clamp(min=0).sqrt()
+
+
+@final
+@dataclass(frozen=True)
+class DenseJacobian(ResidualJacobian):
+    """J = QR [m p], formed once; v solves [R; √λ] v = [Qᵀt; 0] by another QR, so that the condition is that of J."""
+
+    rows: RowStack
+
+    @property
+    def operator(self) -> RowStack:
+        return self.rows
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """J [m p]."""
+        J = self.rows.rows()
+        check_finite(J, "the Jacobian of the residuals")
+        return J
+
+    @cached_property
+    def _qr(self) -> tuple[Tensor, Tensor]:
+        Q, R = torch.linalg.qr(self.matrix)
+        return Q, R
+
+    def push(self, v: Tensor) -> Tensor:
+        return self.matrix @ v
+
+    def pull(self, t: Tensor) -> Tensor:
+        return t @ self.matrix
+
+    def solve(self, t: Tensor, damping: float) -> Tensor:
+        Q, R = self._qr
+        if damping == 0:
+            U, s, V = torch.linalg.svd(R, full_matrices=False)
+            regular = s > max(self.matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
+            return V.T @ (torch.where(regular, (U.T @ (t @ Q)) / torch.where(regular, s, 1.0), 0.0))
+        above, triangle = self._damped(damping)
+        return torch.linalg.solve_triangular(triangle, (above.T @ (t @ Q)).unsqueeze(1), upper=True).squeeze(1)
+
+    @cached_property
+    def _damped_factors(self) -> dict[float, tuple[Tensor, Tensor]]:
+        return {}
+
+    def _damped(self, damping: float) -> tuple[Tensor, Tensor]:
+        """The rows of Q̂ beside R, and R̂, of [R; √λ] = Q̂R̂."""
+        if damping not in self._damped_factors:
+            R = self._qr[1]
+            below = math.sqrt(damping) * torch.eye(R.shape[1], dtype=R.dtype, device=R.device)
+            inner, triangle = torch.linalg.qr(torch.cat([R, below]))
+            self._damped_factors.clear()
+            self._damped_factors[damping] = inner[: len(R)], triangle
+        return self._damped_factors[damping]
+
+    def sharp(self, ω: Tensor, damping: float) -> Tensor:
+        return DenseOperator(self.rows.layout, self.matrix.T @ self.matrix).inverse(damping).solve(ω)
+
+    def singular_values(self) -> Tensor:
+        return torch.linalg.svdvals(self._qr[1])
+
+
+@final
+@dataclass(frozen=True)
+class StructuredJacobian(ResidualJacobian):
+    """J by products, and (Ĝ + λ)⁻¹ of another structure Ĝ: ``Implicit`` by ``CG``, Kronecker factors by Cholesky."""
+
+    exact: ImplicitOperator
+    approximate: Operator  # Ĝ over ``total``
+    total: float  # the sum of the weights
+    solver: Solver
+    _inverses: dict[float, Inverse] = field(default_factory=dict)
+
+    @property
+    def operator(self) -> ImplicitOperator:
+        return self.exact
+
+    def solve(self, t: Tensor, damping: float) -> Tensor:
+        return self.sharp(self.pull(t), damping)
+
+    def sharp(self, ω: Tensor, damping: float) -> Tensor:
+        if damping not in self._inverses:
+            self._inverses.clear()
+            self._inverses[damping] = self.solver.init(self.approximate, damping / self.total)
+        return self._inverses[damping].solve(ω / self.total)
+
+    def singular_values(self) -> None:
+        return None
+
+
+def jacobian_of(
+    pullbacks: Sequence[Pullback],
+    weights: Sequence[float],
+    structure: Structure | None,
+    solver: Solver | None,
+    memory: int,
+) -> ResidualJacobian:
+    """J of all classes, in the given structure, or in the one that their sizes ask for."""
+    layout = Layout(pullbacks[0].model.like, pullbacks[0].y.dtype)
+    structure = structure or chosen(pullbacks, memory)
+    if isinstance(structure, Kernel | Dense):
+        kernels = tuple(Kernel().estimate(pb) for pb in pullbacks)
+        rows = RowStack(layout, kernels, tuple(map(math.sqrt, weights)))
+        return KernelJacobian(rows) if isinstance(structure, Kernel) else DenseJacobian(rows)
+    pairs = zip(pullbacks, weights, strict=True)
+    terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
+    exact = ImplicitOperator(layout, terms)
+    if isinstance(structure, Implicit):
+        return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
+    approximate = averaged([structure.estimate(pb) for pb in pullbacks], weights)
+    return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
+
+
+def chosen(pullbacks: Sequence[Pullback], memory: int) -> Structure:
+    """``Kernel`` for fewer rows than parameters, else ``Dense``; ``Implicit`` where neither fits into memory."""
+    size, p = pullbacks[0].y.element_size(), pullbacks[0].model.size
+    m = sum(pb.y.numel() for pb in pullbacks)
+    factors = sum(Kernel().elements(pb) - 2 * (pb.columns * pb.n) ** 2 for pb in pullbacks)
+    needed: dict[Structure, int] = {Kernel(): factors + 3 * m**2, Dense(): factors + 3 * m * p + 3 * p**2}
+    order = [Kernel(), Dense()] if m < p else [Dense(), Kernel()]
+    return next((each for each in order if needed[each] * size <= memory), Implicit())

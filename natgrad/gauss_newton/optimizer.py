@@ -1,0 +1,85 @@
+"""Gauss–Newton steps as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.gauss_newton.engine import LeastSquares, Record
+from natgrad.gauss_newton.residuals import Residuals
+from natgrad.geometry import Vector
+from natgrad.pullback.pullback import MEMORY
+from natgrad.solve.solvers import Solver
+from natgrad.step.base import StepRule
+from natgrad.structures.base import Structure
+
+
+@final
+class GaussNewton(torch.optim.Optimizer):
+    """θ ← θ − lr·(JᵀJ + λ)⁻¹Jᵀr for the residuals of a model: ``LeastSquares`` as an optimizer, one step at a time.
+
+    The residuals hold the points, so that a step needs no closure and no ``.grad``; ``opt.step()`` returns ½‖r‖² where
+    it started. ``lr`` and ``damping`` are in the parameter group, and a scheduler may change them; None is a damping
+    that the first step chooses. ``opt.last`` is the record of the last step. The other arguments are those of
+    ``LeastSquares``.
+
+    >>> import natgrad as ng
+    >>> net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.rand(50, 1).double()
+    >>> opt = ng.GaussNewton(net, ng.Residuals(lambda net, x: net(x) - x.exp(), x))
+    >>> losses = [float(opt.step()) for _ in range(20)]
+    >>> losses[-1] < 1e-3 * losses[0]
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        residuals: Residuals | Callable[..., Tensor] | Mapping[str, Residuals] | Sequence[Residuals],
+        *,
+        structure: Structure | None = None,
+        solver: Solver | None = None,
+        step: StepRule | None = None,
+        damping: float | None = None,
+        lr: float = 1.0,
+        memory: int = MEMORY,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"GaussNewton takes the model, an nn.Module, not {type(model).__name__}")
+        self.problem = LeastSquares(
+            residuals, model, structure=structure, solver=solver, step=step, damping=damping, lr=lr, memory=memory
+        )
+        self.last: Record | None = None
+        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": lr, "damping": damping})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> Tensor:  # type: ignore[override]
+        """One step; returns ½‖r‖² [] where it started."""
+        if closure is not None:
+            raise TypeError("GaussNewton evaluates the residuals that it was given: call opt.step() without a closure")
+        if len(self.param_groups) != 1:
+            raise ValueError("GaussNewton has one parameter group: J couples all parameters")
+        group, problem = self.param_groups[0], self.problem
+        problem.lr, problem.damping = group["lr"], group["damping"]
+        named = problem.params
+        if all("velocity" in self.state[p] for p in named.values()):
+            problem.velocity = Vector({name: self.state[p]["velocity"] for name, p in named.items()})
+        self.last = problem.step()
+        group["damping"] = problem.damping
+        for name, p in named.items():
+            if problem.velocity is None:
+                self.state[p].pop("velocity", None)
+            else:
+                self.state[p]["velocity"] = problem.velocity[name]
+        return next(iter(named.values())).new_tensor(self.last.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim, with the number of steps."""
+        return {**super().state_dict(), "steps": self.problem.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        self.problem.steps = rest.pop("steps", 0)
+        super().load_state_dict(rest)

@@ -1,0 +1,171 @@
+"""Classes of residuals: a function of a model, and the points at which it is evaluated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.accelerate.devices import is_asynchronous
+from natgrad.errors import NonFiniteError
+from natgrad.linalg import check_finite
+from natgrad.model import Model, tensors_of
+from natgrad.output.metric import Euclidean
+from natgrad.pullback.pullback import Batch, Observer, Pullback, layers_of
+
+Points: TypeAlias = Tensor | tuple[Tensor, ...] | None
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+@final
+@dataclass(frozen=True)
+class Residuals:
+    """One class of residuals: ½·weight·(1/N) Σ_n ‖r(x_n)‖² with r = ``function(model, x)`` [n *out].
+
+    ``points``: x [n *in], a tuple of such tensors, which the function gets one by one, or a function without arguments
+    that draws new points for every step. Row n of r belongs to point n alone. Without points the function is of the
+    model only. ``weight``: of the class, positive. ``reduction="sum"`` leaves out 1/N.
+
+    >>> square = Residuals(lambda net, x: net(x) - x.square(), torch.rand(10, 1), weight=2.0)
+    >>> square.weight
+    2.0
+    """
+
+    function: Callable[..., Tensor]
+    points: Points | Callable[[], Points] = None
+    weight: float = field(default=1.0, kw_only=True)
+    reduction: Reduction = field(default="mean", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"Residuals(function, points): a function of the model, not {type(self.function).__name__}")
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"Residuals(weight=…) must be positive and finite, got {self.weight}")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f'Residuals(reduction=…) is "mean" or "sum", not {self.reduction!r}')
+
+    @property
+    def resampled(self) -> bool:
+        """Whether every step has points of its own."""
+        return callable(self.points)
+
+    def draw(self) -> Points:
+        """The points of a step."""
+        return self.points() if callable(self.points) else self.points
+
+
+class _Evaluated(nn.Module):
+    """The residuals as a module around the network, so that the layers of the network are seen."""
+
+    def __init__(self, net: nn.Module, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.net = net
+        self.function = function
+
+    def forward(self, *points: Tensor) -> Tensor:
+        # A function may differentiate the network in x, also where nobody asks for a graph.
+        wanted = torch.is_grad_enabled()
+        with torch.enable_grad():
+            r = self.function(self.net, *points)
+        return r if wanted or not isinstance(r, Tensor) else r.detach()
+
+
+@final
+@dataclass(frozen=True)
+class ResidualClass:
+    """A class of residuals of the given parameters: what it is called, its observer and how it is scaled."""
+
+    name: str
+    residuals: Residuals
+    observer: Observer
+
+    @property
+    def model(self) -> Model:
+        return self.observer.model
+
+    def check(self, points: Points) -> None:
+        """Refuse a class without points by name."""
+        for t in tensors_of(points):
+            if t.ndim and t.shape[0] == 0:
+                raise ValueError(f"the residuals {self.name!r} have no points: leave the class out, or give it some")
+
+    def pullback(self, points: Points) -> Pullback:
+        """The residuals, as the outputs y [n *out] of a model, with the metric 1."""
+        self.check(points)
+        try:
+            pb = self.observer.checked(points) if points is not None else self.observer.of(Batch(self.model, None))
+            check_finite(pb.y, "what the function returns")
+        except NonFiniteError as error:
+            raise NonFiniteError(f"the residuals {self.name!r} where the step starts: {error}") from error
+        return pb
+
+    def weight(self, n: int) -> float:
+        """The factor of the mean (1/N) Σ_n ‖r_n‖²."""
+        return self.residuals.weight * (n if self.residuals.reduction == "sum" else 1)
+
+    def rows(self, y: Tensor) -> Tensor:
+        """The residuals [(k n)] from y [n *out], scaled so that the loss is half of their sum of squares."""
+        n = y.shape[0]
+        return y.reshape(n, -1).T.reshape(-1) * math.sqrt(self.weight(n) / n)
+
+    def at(self, params: Mapping[str, Tensor], points: Points) -> Tensor:
+        """``rows`` at other parameters."""
+        with torch.enable_grad():
+            return self.rows(self.model(params, points).detach())
+
+
+def classes_of(
+    residuals: Residuals | Callable[..., Tensor] | Mapping[str, Residuals] | Sequence[Residuals],
+    params: nn.Module | Mapping[str, Tensor],
+    memory: int,
+) -> list[ResidualClass]:
+    """The classes with their models, all over the same parameters."""
+    out = []
+    for name, each in _named(residuals):
+        if not isinstance(each, Residuals):
+            raise TypeError(f"the residuals {name!r} must be ng.Residuals(function, points), got {type(each).__name__}")
+        model = _model(each.function, params)
+        generator = None
+        deferred = is_asynchronous(model.example.device)
+        observer = Observer(model, Euclidean(), layers_of(model), generator, memory, deferred=deferred)
+        out.append(ResidualClass(name, each, observer))
+    if not out:
+        raise ValueError("LeastSquares needs residuals: there is no class of them")
+    return out
+
+
+def _named(residuals: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(residuals, Residuals):
+        yield "residuals", residuals
+    elif isinstance(residuals, Mapping):
+        yield from residuals.items()
+    elif callable(residuals):
+        yield "residuals", Residuals(residuals, reduction="sum")
+    elif isinstance(residuals, Sequence):
+        yield from ((str(at), each) for at, each in enumerate(residuals))
+    else:
+        raise TypeError(
+            "LeastSquares(residuals, params): residuals are ng.Residuals(function, points), a dict or a list of "
+            f"these, or a function of the parameters alone, not {type(residuals).__name__}"
+        )
+
+
+def _model(function: Callable[..., Tensor], params: nn.Module | Mapping[str, Tensor]) -> Model:
+    if isinstance(params, nn.Module):
+        return Model.of(_Evaluated(params, function))
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"LeastSquares(residuals, params): params is a module, or a dict of tensors by name, not "
+            f"{type(params).__name__}; the residuals are functions of it, function(params, points)"
+        )
+
+    def evaluated(θ: Mapping[str, Tensor], points: Points) -> Tensor:
+        given = () if points is None else points if isinstance(points, tuple) else (points,)
+        with torch.enable_grad():
+            return function(θ, *given)
+
+    return Model.of(evaluated, params)

@@ -1,0 +1,61 @@
+"""The equations of ``experiments.pde`` hold for their solutions; runs are logged, resumed and not repeated."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+import natgrad as ng
+from experiments.pde.__main__ import main, read
+from experiments.pde.problems import PROBLEMS
+from experiments.pde.solvers import SOLVERS
+
+
+@pytest.mark.parametrize("name", list(PROBLEMS))
+def test_the_solution_has_no_residuals(name: str) -> None:
+    problem = PROBLEMS[name]
+    classes, _ = problem.classes(0, "cpu")
+    for residuals in classes.values():
+        x = residuals.draw()
+        assert isinstance(x, torch.Tensor)
+        x = x[:20]
+        size = problem.solution(x).abs().max()
+        assert residuals.function(problem.solution, x).abs().max() < 1e-10 * (1 + size)
+
+
+def test_the_networks_have_the_sizes_of_the_literature() -> None:
+    sizes = {"poisson2d": 257, "poisson5d": 10_065, "poisson10d": 118_145, "poisson100d": 1_325_057}
+    for name, size in sizes.items():
+        assert sum(p.numel() for p in PROBLEMS[name].network(0, "cpu").parameters()) == size
+
+
+def test_a_run_is_logged_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--problem", "poisson2d", "--minutes", "0.005", "--results", str(tmp_path)]
+    main([*command, "--solver", "natgrad", "adam", "--rate", "1e-3"])
+    first = {path.name: path.read_text() for path in tmp_path.rglob("*.jsonl")}
+    assert set(first) == {"natgrad_0.001-0.jsonl", "adam_0.001-0.jsonl"}
+    head, *lines = read(tmp_path / "poisson2d" / "adam_0.001-0.jsonl")
+    assert head["parameters"] == 257
+    assert lines[-1]["done"]
+    assert 0 < lines[0]["error"] < 10
+    main([*command, "--solver", "natgrad", "--rate", "1e-3"])
+    assert {path.name: path.read_text() for path in tmp_path.rglob("*.jsonl")} == first
+    assert "| adam 0.001 | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_a_solver_goes_on_from_its_state(solver: str) -> None:
+    def classes() -> dict[str, ng.Residuals]:
+        made = PROBLEMS["poisson2d"].classes(0, "cpu")[0]
+        return {name: ng.Residuals(each.function, each.draw()[::20]) for name, each in made.items()}  # type: ignore[index]
+
+    nets = [PROBLEMS["poisson2d"].network(0, "cpu") for _ in range(2)]
+    steppers = [SOLVERS[solver](net, classes(), 1e-3, 2**30) for net in nets]
+    for _ in range(2):
+        steppers[0].step(0.1)
+    nets[1].load_state_dict(nets[0].state_dict())
+    steppers[1].load(deepcopy(steppers[0].state()))
+    assert steppers[0].step(0.2) == pytest.approx(steppers[1].step(0.2), rel=1e-12)
+    pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
+    assert all(torch.allclose(p, q, rtol=1e-8, atol=1e-12) for p, q in pairs)

@@ -1,0 +1,65 @@
+"""The queue runs what the protocol has, in its order, and resumes what time has cut short."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from experiments.sobolev_cifar import command
+from experiments.sobolev_cifar.arms import ARMS
+from experiments.sobolev_cifar.command import main
+from experiments.sobolev_cifar.plan import BETTER, Planned, plan
+from experiments.sobolev_cifar.record import Name, load_all
+from tests.experiments.tiny import TINY
+
+PROTOCOL = Path(command.__file__).with_name("protocol.md")
+
+
+def test_the_plan_has_the_runs_of_the_protocol_in_its_order() -> None:
+    counts = Counter(run.part for run in plan())
+    assert list(counts.values()) == [16, 12, 12, 12, 8, 8, 6, 8, 4]
+    text = PROTOCOL.read_text()
+    assert all(f"`{run.name.arm}`" in text for run in plan())
+    assert all(run.name.arm in ARMS for run in plan())
+    assert len({run.name for run in plan()}) == sum(counts.values())
+    for run in plan():  # both sides of a pair are planned with the same seeds
+        if run.name.arm in ("permuted", "sobolev", "literal"):
+            assert Name(run.name.dataset, run.name.schedule, "amari", run.name.seed) in {one.name for one in plan()}
+
+
+def test_the_queue_goes_on_where_it_stopped_and_tunes_what_has_to_be_tuned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [Name("cifar10", "fifths", "amari", 3), Name("cifar10", BETTER, "sgd", 0)]
+    monkeypatch.setattr(command, "plan", lambda: [Planned("all", name) for name in runs])
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    tuning = ["--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
+    asked = [*places, *TINY, *tuning, "--queue"]
+    main([*asked, "--minutes", "0"])
+    assert "2 of 2 runs of the protocol are not done" in capsys.readouterr().out
+    main([*asked, "--seconds", "100", "--enough", "200"])  # not enough time to begin one
+    assert load_all([folder / "out"]) == []
+    main(asked)
+    assert "0 of 2 runs of the protocol are not done" in capsys.readouterr().out
+    assert set(json.loads((folder / "results" / "tuned.json").read_text())["cifar10"]["sgd"]) == {"tenths", "fifths"}
+    kept = (folder / "results" / "runs.json").read_text()
+    assert [record.commits for record in load_all([folder / "results"])] == [["abc"], ["abc"]]
+    main(asked)
+    assert (folder / "results" / "runs.json").read_text() == kept
+
+
+def test_a_run_whose_images_are_not_there_stops_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [Name("cifar100", "fifths", "amari", 0), Name("cifar10", "fifths", "amari", 3)]
+    monkeypatch.setattr(command, "plan", lambda: [Planned("all", name) for name in runs])
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    with pytest.raises(SystemExit, match=r"1 of 1 runs failed\ncifar100-fifths-amari-0(.|\n)*cifar100"):
+        main([*places, *TINY, "--queue"])
+    (found,) = load_all([folder / "results"])
+    assert found.name == runs[1]
+    monkeypatch.setattr(command, "plan", lambda: [Planned("all", runs[1])])
+    for path in (folder / "data").iterdir():
+        path.unlink()
+    main([*places, *TINY, "--queue"])  # what is done needs no images

@@ -1,0 +1,127 @@
+"""The verdict follows the table of the protocol, from made-up runs whose answer is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.sobolev_cifar import report, verdict
+from experiments.sobolev_cifar.command import RESULTS
+from experiments.sobolev_cifar.paired_stats import Paired
+from experiments.sobolev_cifar.plan import plan
+from experiments.sobolev_cifar.record import Name, Point, Record, load_all
+from experiments.sobolev_cifar.verdict import DECIDE, PRIMARY, SECONDARY, Difference, Runs
+from tests.experiments.tiny import MACHINE, SIZES
+
+
+def runs_of(dataset: str, arm: str, losses: Sequence[float], seeds: Sequence[int], commit: str = "a") -> list[Record]:
+    """Two epochs of a constant loss, a seed each, with both schedules."""
+    return [
+        Record(
+            Name(dataset, schedule, arm, seed),
+            SIZES,
+            MACHINE,
+            [Point(e + 1, loss, loss, 0.5, 1.0, 1) for e in range(2)],
+            finished=True,
+            diverged=False,
+            commits=[commit],
+        )
+        for schedule in ("fifths", "tenths")
+        for seed, loss in zip(seeds, losses, strict=True)
+    ]
+
+
+def found(records: Sequence[Record], folder: Path) -> Runs:
+    return Runs(report.groups(list(records), folder / "no timing"))
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "words"),
+    [
+        (-0.10, 0.005, "for the claim: a clear advantage"),
+        (-0.06, 0.02, "for an advantage; whether it is clear is not decided"),
+        (-0.03, 0.005, "an advantage, but a small one: against a clear advantage"),
+        (-0.002, 0.005, "against the claim: no advantage found, and a clear one is excluded"),
+        (-0.04, 0.03, "undecided"),
+        (0.05, 0.005, "against the claim: slower"),
+    ],
+)
+def test_every_row_of_the_protocols_table_has_its_interval(mean: float, spread: float, words: str) -> None:
+    differences = tuple(2.0 * (mean + spread * k) for k in (-1, 0, 0, 1))
+    assert verdict.verdict_on(Difference(PRIMARY, (0, 1, 2, 3), Paired(differences), 2.0, 0.975, True)) == words
+    assert words.split(":")[0] in (RESULTS.parents[1] / "sobolev_cifar" / "protocol.md").read_text()
+
+
+def test_the_claim_is_decided_by_the_seeds_of_the_protocol_and_a_seed_counts_once(tmp_path: Path) -> None:
+    """Differences −0.2, −0.3, −0.1, −0.2 on CIFAR-100; seed 7 of it does not decide. By hand: ±4.18 standard errors."""
+    kfac = runs_of("cifar100", "amari", [2.0] * 5, [0, 1, 2, 3, 7])
+    ours = runs_of("cifar100", "sobolev", [1.8, 1.7, 1.9, 1.8, 9.0], [0, 1, 2, 3, 7])
+    runs = found([*kfac, *ours], tmp_path)
+    claim = runs.claim("cifar100", PRIMARY, DECIDE["cifar100"])
+    assert claim is not None
+    assert claim.seeds == (0, 1, 2, 3)
+    half = stats.t.isf(0.0125, 3) * np.std([0.2, 0.3, 0.1, 0.2], ddof=1) / 2
+    assert claim.relative == pytest.approx((-0.1, -0.1 - half / 2, -0.1 + half / 2))
+    first, second = verdict.sentences(runs)
+    assert "CIFAR-10 has not been run" in first
+    assert (
+        "on CIFAR-100 Sobolev K-FAC's training loss up to 40 % of the epochs differs from K-FAC's by −10.0 %" in first
+    )
+    assert "the control has not been run" in second
+    assert first.count(". ") + second.count(". ") == 0  # two sentences
+
+
+def test_a_part_of_the_seeds_is_called_preliminary_and_other_commits_are_marked(tmp_path: Path) -> None:
+    kfac = runs_of("cifar100", "amari", [2.0, 2.1], [0, 1])
+    ours = runs_of("cifar100", "sobolev", [1.8, 1.7], [0, 1], commit="b")
+    table = verdict.endpoints(found([*kfac, *ours], tmp_path))
+    assert "preliminary: 2 of 4 seeds" in table
+    assert "] † |" in table
+    assert "| CIFAR-10 | primary: training loss, mean of epochs to 40 % | 3 to 7 | not run yet |" in table
+
+
+@pytest.mark.parametrize(("control", "words"), [(2.2, "does worse"), (1.2, "does better"), (1.8, "does as well")])
+def test_the_control_tells_whether_geometry_matters(control: float, words: str, tmp_path: Path) -> None:
+    seeds, wiggle = [3, 4, 5, 6], [0.0, 0.02, -0.02, 0.01]
+    ours = runs_of("cifar10", "sobolev", [1.8 + w for w in wiggle], seeds)
+    theirs = runs_of("cifar10", "permuted", [control - w for w in wiggle], seeds)
+    assert words in verdict.sentences(found([*ours, *theirs], tmp_path))[1]
+
+
+def test_the_power_is_that_of_simulated_experiments() -> None:
+    draws = np.random.default_rng(0).normal(verdict.detectable(5, 0.975), 1.0, (20_000, 5))
+    t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(5))
+    assert (t > stats.t.isf(0.0125, 4)).mean() == pytest.approx(0.8, abs=0.01)
+
+
+def test_the_margin_is_welchs(tmp_path: Path) -> None:
+    one, other = [-0.02, -0.03, -0.01, -0.04, -0.02], [-0.05, -0.09, -0.06, -0.08]
+    sides = [
+        Difference(PRIMARY, tuple(range(len(d))), Paired(tuple(2.0 * x for x in d)), 2.0, 0.975, True)
+        for d in (one, other)
+    ]
+    mean, low, high = verdict.margin_grows(*sides)
+    interval = stats.ttest_ind(other, one, equal_var=False).confidence_interval()
+    assert (mean, low, high) == pytest.approx((np.mean(other) - np.mean(one), interval.low, interval.high))
+
+
+def test_what_is_not_run_is_said_everywhere_and_the_page_is_that_of_the_record(tmp_path: Path) -> None:
+    empty = found([], tmp_path)
+    assert "is not settled yet: CIFAR-10 has not been run; CIFAR-100 has not been run." in verdict.sentences(empty)[0]
+    assert "not run yet" in verdict.figures(empty)
+    assert verdict.missing(plan()).count(" of ") >= 9
+    assert verdict.missing([]) == "All runs of the protocol have been made."
+    groups = report.groups(load_all([RESULTS]), RESULTS / "timing.json")
+    for name, text in (
+        ("verdict", " ".join(verdict.sentences(Runs(groups)))),
+        ("endpoints", verdict.endpoints(Runs(groups))),
+        ("questions", verdict.questions(Runs(groups))),
+        ("figures", verdict.figures(Runs(groups))),
+    ):
+        assert (RESULTS / f"{name}.md").read_text().strip() == text, f"{name}.md: run --report again"
+    assert verdict.similar(Difference(SECONDARY, (0, 1), Paired((0.3, 0.3)), 90.0, 0.975, True))

@@ -1,0 +1,84 @@
+"""Residuals that no step can be made with, each with its message."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
+from natgrad.step import StepRule
+from tests.gauss_newton.problems import flat, grid, network, poisson, solution
+
+
+def plain(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x) - solution(x)
+
+
+def test_a_class_without_points_is_named() -> None:
+    residuals = {**poisson(4), "initial": ng.Residuals(plain, torch.zeros(0, 2).double())}
+    with pytest.raises(ValueError, match="'initial' have no points: leave the class out"):
+        ng.LeastSquares(residuals, network(2, 5, 1)).step()
+
+
+def test_residuals_that_are_nan_at_the_start_are_named() -> None:
+    x = grid(4)
+    x[3] = torch.nan
+    with pytest.raises(NonFiniteError, match="'residuals' where the step starts: the outputs are not"):
+        ng.LeastSquares(ng.Residuals(plain, x), network(2, 5, 1)).step()
+
+
+@pytest.mark.parametrize("rule", [ng.LevenbergMarquardt(), ng.GridSearch(), ng.Armijo(), ng.GeodesicSearch()])
+def test_a_trial_step_that_is_nan_is_shortened_and_the_reason_kept(rule: StepRule) -> None:
+    θ = {"a": torch.tensor([4.0]).double()}
+    problem = ng.LeastSquares(lambda θ: (θ["a"] - 3.6).sqrt() + θ["a"] - 3.61, θ, step=rule, damping=1e-6)
+    result = problem.solve(max_steps=200)  # the first step of Newton leads to 3.43
+    assert any("shortened: not finite in residuals" in record.reason for record in result.history)
+    assert all(record.loss < math.inf for record in result.history)
+    assert float(θ["a"]) == pytest.approx(3.6, abs=1e-3), result.message
+
+
+def test_more_unknowns_than_residuals_have_a_solution_but_no_covariance() -> None:
+    net = network(2, 20, 1)
+    result = ng.LeastSquares(ng.Residuals(plain, grid(3)), net).solve(max_steps=50)
+    assert result.loss < 1e-12
+    assert result.rank <= 9
+    with pytest.raises(SingularMetricError, match="determine 9 of 81 parameters"):
+        _ = result.covariance
+
+
+def test_products_have_no_rank() -> None:
+    problem = ng.LeastSquares(ng.Residuals(plain, grid(3)), network(2, 5, 1), structure=ng.Implicit())
+    with pytest.raises(IncompatibleError, match="known by products only"):
+        _ = problem.solve(max_steps=1).rank
+
+
+def test_single_precision_says_what_it_reached(caplog: pytest.LogCaptureFixture) -> None:
+    net = network(2, 5, 1).float()
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        ng.LeastSquares(ng.Residuals(lambda net, x: net(x), grid(4).float()), net).solve(max_steps=200)
+    (record,) = caplog.records
+    assert "in float32 stopped at the loss" in record.getMessage()
+
+
+def test_what_is_no_residual_is_refused() -> None:
+    net = network(2, 5, 1)
+    with pytest.raises(TypeError, match=r"'inside' must be ng\.Residuals"):
+        ng.LeastSquares({"inside": grid(3)}, net)  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="params is a module, or a dict of tensors by name, not list"):
+        ng.LeastSquares(ng.Residuals(plain, grid(3)), list(net.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"weight=…\) must be positive"):
+        ng.Residuals(plain, grid(3), weight=0.0)
+    with pytest.raises(ValueError, match='"mean" or "sum"'):
+        ng.Residuals(plain, grid(3), reduction="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no class"):
+        ng.LeastSquares({}, net)
+    with pytest.raises(TypeError, match="structure must be a natgrad Structure"):
+        ng.LeastSquares(ng.Residuals(plain, grid(3)), net, structure=ng.Kernel)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="without a closure"):
+        ng.GaussNewton(net, ng.Residuals(plain, grid(3))).step(lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(IncompatibleError, match="least squares has residuals"):
+        ng.LeastSquares(ng.Residuals(plain, grid(3)), net, step=ng.SelfTuned()).step()
+    assert flat(net).isfinite().all()

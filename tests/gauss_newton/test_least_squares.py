@@ -1,0 +1,192 @@
+"""``LeastSquares`` against J by torch.func: steps in every structure, the solution, its rank and covariance."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.step import StepRule
+from natgrad.structures.base import Structure
+from tests.gauss_newton.problems import exact_rows, flat, grid, network, poisson, solution
+
+
+def moved(net: nn.Module, **options: object) -> Tensor:
+    """The displacement of one step."""
+    before = flat(net)
+    ng.LeastSquares(poisson(), net, **options).step()  # type: ignore[arg-type]
+    return flat(net) - before
+
+
+@pytest.mark.parametrize(
+    "structure", [ng.Kernel(), ng.Dense(), ng.Implicit(), None], ids=["kernel", "dense", "implicit", "chosen"]
+)
+@pytest.mark.parametrize("sizes", [(2, 7, 1), (2, 9, 8, 1)], ids=["rows", "parameters"])
+def test_a_fixed_step_is_the_damped_least_squares_solution(structure: Structure, sizes: tuple[int, ...]) -> None:
+    net = network(*sizes)
+    r, J = exact_rows(net)
+    λ = 1e-3
+    exact = -torch.linalg.lstsq(
+        torch.cat([J, math.sqrt(λ) * torch.eye(J.shape[1]).double()]), torch.cat([r, r.new_zeros(J.shape[1])])[:, None]
+    ).solution[:, 0]
+    solver = ng.CG(tol=1e-13, max_steps=2000) if isinstance(structure, ng.Implicit) else None
+    step = moved(net, structure=structure, solver=solver, step=ng.Fixed(), damping=λ)
+    assert (step - exact).norm() <= 1e-9 * exact.norm()
+
+
+def test_the_gram_matrix_is_exact_and_the_loss_is_that_of_the_classes() -> None:
+    net = network(2, 9, 8, 1)
+    r, J = exact_rows(net)
+    problem = ng.LeastSquares(poisson(), net, structure=ng.Kernel())
+    result = problem.solve(max_steps=1)
+    r, J = exact_rows(net)
+    gram = result.jacobian.gram  # type: ignore[attr-defined]
+    assert (gram - J @ J.T).abs().max() <= 1e-10 * gram.abs().max()
+    assert result.loss == pytest.approx(0.5 * float(r @ r), rel=1e-12)
+    assert result.history[0].classes.keys() == {"interior", "boundary"}
+
+
+def test_the_structure_follows_the_sizes_and_the_memory() -> None:
+    kinds = [(network(2, 7, 1), 2**32), (network(2, 20, 20, 1), 2**32), (network(2, 20, 20, 1), 2**12)]
+    names = []
+    for net, memory in kinds:
+        problem = ng.LeastSquares(poisson(), net, memory=memory, step=ng.Fixed(), damping=1.0)
+        names.append(type(problem.solve(max_steps=1).jacobian).__name__)
+    assert names == ["DenseJacobian", "KernelJacobian", "StructuredJacobian"]
+
+
+def test_spring_is_the_step_nearest_to_the_last_one() -> None:
+    net, λ, μ = network(2, 9, 8, 1), 1e-4, 0.9
+    problem = ng.LeastSquares(poisson(), net, step=ng.Spring(decay=μ), damping=λ, lr=0.01)
+    problem.step()
+    r, J = exact_rows(network(2, 9, 8, 1))
+    G = J.T @ J + λ * torch.eye(J.shape[1]).double()
+    first = torch.linalg.solve(G, J.T @ r)
+    r, J = exact_rows(net)
+    before = flat(net)
+    problem.step()
+    G = J.T @ J + λ * torch.eye(J.shape[1]).double()
+    second = torch.linalg.solve(G, J.T @ r + λ * μ * first)  # the minimum of ‖Jφ − r‖² + λ‖φ − μφ'‖²
+    step = before - flat(net)
+    assert (step - 0.01 * second).norm() <= 1e-7 * step.norm()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ng.GeodesicSearch(),
+        ng.LevenbergMarquardt(),
+        ng.GridSearch(),
+        ng.Armijo(),
+        ng.Spring(search=ng.GridSearch()),
+        ng.Spring(search=ng.Armijo()),
+    ],
+    ids=repr,
+)
+def test_every_searching_rule_lowers_the_loss_in_every_step(rule: StepRule) -> None:
+    net = network(2, 12, 1)
+    problem = ng.LeastSquares(poisson(), net, step=rule, damping=1e-3)
+    losses = [problem.step().loss for _ in range(25)]
+    assert all(later <= earlier for earlier, later in pairwise(losses))
+    assert losses[-1] < 0.02 * losses[0]
+
+
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense()], ids=["kernel", "dense"])
+@pytest.mark.parametrize("λ", [1e-14, 1e-12])
+def test_a_singular_jacobian_at_a_tiny_damping_has_a_finite_step(structure: Structure, λ: float) -> None:
+    net = network(2, 30, 1)
+    x = grid(4).repeat(2, 1)  # every row twice
+    residuals = ng.Residuals(lambda net, x: net(x) - solution(x), x)
+    problem = ng.LeastSquares(residuals, net, structure=structure, step=ng.GridSearch(), damping=λ)
+    records = [problem.step() for _ in range(5)]
+    assert flat(net).isfinite().all()
+    assert all(record.accepted for record in records)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_default_converges_from_any_standard_initialisation(seed: int) -> None:
+    for init in (None, nn.init.xavier_normal_, nn.init.orthogonal_):
+        net = network(2, 12, 1, seed=seed)
+        for p in net.parameters():
+            if init is not None and p.ndim == 2:
+                init(p)
+        result = ng.LeastSquares(poisson(7, 1.0), net).solve(max_steps=40)
+        x = grid(9)
+        assert (net(x) - solution(x)).norm() < 0.05 * solution(x).norm(), result.message
+
+
+def test_a_linear_fit_has_the_covariance_of_the_textbook() -> None:
+    torch.manual_seed(0)
+    x, noise = torch.linspace(-1, 2, 30).double(), torch.randn(30).double()
+    A = torch.stack([x, torch.ones_like(x)], 1)
+    t = A @ torch.tensor([2.0, -1.0]).double() + 0.1 * noise
+    θ = {"slope": torch.zeros(1).double(), "offset": torch.zeros(1).double()}
+    result = ng.LeastSquares(lambda θ: θ["slope"] * x + θ["offset"] - t, θ).solve()
+    exact = torch.linalg.lstsq(A, t[:, None]).solution[:, 0]
+    assert result.success, result.message
+    assert torch.allclose(torch.cat(list(result.params.values())), exact, rtol=1e-9)
+    σ2 = (A @ exact - t).square().sum() / 28
+    assert torch.allclose(result.covariance, σ2 * torch.linalg.inv(A.T @ A), rtol=1e-8)
+    assert result.rank == 2
+    assert result.standard_errors["slope"].shape == (1,)
+
+
+def test_the_scale_of_the_mean_does_not_change_the_covariance() -> None:
+    x = torch.linspace(0, 1, 20).double()[:, None]
+    t = 3 * x + 0.1 * (40 * x).sin()
+    out = []
+    for reduction in ("mean", "sum"):
+        line = nn.Linear(1, 1).double()
+        residuals = ng.Residuals(lambda net, x: net(x) - t, x, reduction=reduction)
+        out.append(ng.LeastSquares(residuals, line).solve().covariance)
+    assert torch.allclose(out[0], out[1], rtol=1e-7)
+
+
+def test_points_may_be_drawn_anew_for_every_step() -> None:
+    net, generator = network(2, 16, 1), torch.Generator().manual_seed(0)
+    residuals = ng.Residuals(
+        lambda net, x: net(x) - solution(x), lambda: torch.rand(60, 2, generator=generator, dtype=torch.float64)
+    )
+    problem = ng.LeastSquares(residuals, net, step=ng.Spring(search=ng.GridSearch()), damping=1e-6)
+    result = problem.solve(max_steps=40, ftol=1.0, xtol=1.0)  # which are for points that stay
+    assert result.steps == 40
+    assert result.status == "max_steps"
+    assert result.loss < 1e-3
+
+
+def test_stopping_rules_are_named() -> None:
+    def solved(**rules: float) -> ng.LeastSquaresResult:
+        return ng.LeastSquares(poisson(4), network(2, 5, 1)).solve(**rules)  # type: ignore[arg-type]
+
+    assert solved(loss=1.0).status == "loss"
+    assert solved(gtol=1e3).status == "gtol"
+    assert solved(ftol=0.5).status == "ftol"
+    assert solved(xtol=0.5).status == "xtol"
+    assert "max_steps" in solved(max_steps=2).message
+    assert solved(seconds=0.0).steps == 1
+    stopped = ng.LeastSquares(poisson(4), network(2, 5, 1)).solve(callback=lambda record: record.step == 3)
+    assert (stopped.status, stopped.steps, stopped.success) == ("stopped", 3, False)
+
+
+def test_kronecker_factors_precondition_the_step() -> None:
+    net = network(2, 16, 1)
+    residuals = ng.Residuals(lambda net, x: net(x) - solution(x), grid(8))
+    problem = ng.LeastSquares(residuals, net, structure=ng.Kronecker(), step=ng.GridSearch(), damping=1e-4)
+    losses = [problem.step().loss for _ in range(20)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_the_optimizer_makes_the_steps_of_the_problem_and_resumes() -> None:
+    nets = [network(2, 9, 1) for _ in range(3)]
+    rule = ng.Spring(decay=0.5, search=ng.GridSearch())
+    problem = ng.LeastSquares(poisson(4), nets[0], step=rule, damping=1e-4)
+    opt = ng.GaussNewton(nets[1], poisson(4), step=rule, damping=1e-4)
+    for _ in range(4):
+        assert float(opt.step()) == problem.step().loss
+    nets[2].load_state_dict(nets[1].state_dict())
+    again = ng.GaussNewton(nets[2], poisson(4), step=rule)
+    again.load_state_dict(opt.state_dict())
+    assert float(opt.step()) == float(again.step())
+    assert torch.equal(flat(nets[1]), flat(nets[2]))
