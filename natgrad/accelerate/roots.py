@@ -39,7 +39,7 @@ _UNIT = 2.0**12  # the largest eigenvalue: half precision then has the small num
 _PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
 NOISE = 1e-3  # the error of a root of statistics, which are not as exact themselves
 EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
-STACKS = 10  # of a batch that the iteration holds
+STACKS = 11  # of a batch that the iteration holds
 
 
 # The coefficients.
