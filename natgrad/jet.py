@@ -28,8 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from natgrad.accelerate.jets import activated_layer, contracted, weighted
 from natgrad.errors import BatchStatisticsError, NoDerivativeError
 from natgrad.log import OnceLogger
+
+Slopes: TypeAlias = Iterator[Any]  # derivatives of a function of one number, as tensors; None where one is zero
 
 
 @final
@@ -45,21 +48,6 @@ class Directions:
     second: bool
     weights: Tensor | None
     graph: bool
-
-    def weighted(self, J: Tensor) -> Tensor:
-        """Σ_j D_ij J_j of J [m *shape]."""
-        if self.weights is None:
-            return J
-        w = self.weights.to(J.dtype)
-        return w.view(-1, *[1] * (J.ndim - 1)) * J if w.ndim == 1 else torch.tensordot(w, J, 1)
-
-    def square(self, J: Tensor) -> Tensor:
-        """Σ_ij D_ij J_i J_j of J [m *shape]."""
-        if self.weights is None:
-            return J.square().sum(0)
-        if self.weights.ndim == 1:
-            return torch.tensordot(self.weights.to(J.dtype), J.square(), 1)
-        return (self.weighted(J) * J).sum(0)
 
 
 def _operator(function: Any) -> Callable[..., Any]:
@@ -103,12 +91,9 @@ class Jet:
         z = self.channels
         return z if c in (None, z.shape[0]) else torch.cat([z, torch.zeros_like(z[:1])])
 
-    def homogeneous(self) -> Tensor:
-        """1 for the value and 0 for derivatives, [c *shape 1] without the last axis: what a bias is multiplied with."""
-        z = self.channels
-        value = z.new_zeros(z.shape[0], *[1] * self.ndim)
-        value[0] = 1
-        return value.expand(*z.shape[:-1], 1)
+    def detached(self) -> Tensor:
+        """All channels, without a graph."""
+        return self.whole().detach()
 
     def _shifted(self, value: Tensor) -> Tensor:
         return value if self.shift is None else value + self.shift
@@ -169,6 +154,53 @@ class Jet:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return apply(func, args, kwargs or {})
+
+
+@final
+class Composition(Jet):
+    """f of every number of a jet, whose channels are formed when something other than a linear layer asks for them."""
+
+    def __init__(self, inner: Jet, slopes: Callable[[Tensor], Slopes]) -> None:
+        # What the jet is now: it may be changed in place.
+        self.inner, self.slopes = Jet(inner.channels, inner.of, inner.shift), slopes
+        self.of, self.shift = inner.of, None
+        self._formed: Tensor | None = None
+
+    @property
+    def channels(self) -> Tensor:
+        if self._formed is None:
+            self._formed = _composed(self.inner, self.slopes).channels
+        return self._formed
+
+    @channels.setter
+    def channels(self, new: Tensor) -> None:
+        self._formed = new
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether the channels have been asked for."""
+        return self._formed is not None
+
+    def detached(self) -> Tensor:
+        if self._formed is not None:
+            return self._formed.detach()
+        with torch.no_grad():
+            return _composed(self.inner, self.slopes).channels
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.inner.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.inner.ndim
+
+
+def homogeneous(channels: Tensor) -> Tensor:
+    """What a bias is multiplied with, [c *rows 1] for channels [c *rows i]: 1 for the value and 0 for derivatives."""
+    value = channels.new_zeros(channels.shape[0], *[1] * (channels.ndim - 1))
+    value[0] = 1
+    return value.expand(*channels.shape[:-1], 1)
 
 
 # Calls of torch functions.
@@ -289,8 +321,8 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         if not of.second:
             first = torch.func.vmap(lambda s: along(s)(*values))(firsts)
             return _replaced(out, (_joined(v, J, None, of) for v, J in zip(_real(out), first, strict=True)))
-        weighted = tuple(map(of.weighted, firsts))
-        both: Any = torch.func.vmap(lambda s, t: torch.func.jvp(along(s), values, t))(firsts, weighted)
+        others = tuple(weighted(J, of.weights) for J in firsts)
+        both: Any = torch.func.vmap(lambda s, t: torch.func.jvp(along(s), values, t))(firsts, others)
         first, curved = both
         tangents = tuple(torch.zeros_like(v) if L is None else L for v, L in zip(values, seconds, strict=True))
         second = (L + c.sum(0) for L, c in zip(along(tangents)(*values), curved, strict=True))
@@ -299,7 +331,7 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
             f"{getattr(func, '__name__', func)} has no rule, and torch cannot differentiate it twice in forward mode "
             f"({str(error).splitlines()[0]}): write it with smooth operations of torch"
         ) from error
-    _check_once(func, function, values, [J[0] for J in firsts], [J[0] for J in weighted], [c[0] for c in curved])
+    _check_once(func, function, values, [J[0] for J in firsts], [J[0] for J in others], [c[0] for c in curved])
     return _replaced(out, (_joined(v, J, L, of) for v, J, L in zip(_real(out), first, second, strict=True)))
 
 
@@ -374,6 +406,11 @@ def _layer(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     x, weight, bias = _named(("input", "weight", "bias"), args, kwargs)
     if isinstance(weight, Jet) or isinstance(bias, Jet):
         return NotImplemented
+    if isinstance(x, Composition) and not x.is_formed:
+        z, of = x.inner, x.of
+        shift = z.shift if isinstance(z.shift, Tensor) or z.shift is None else z.channels.new_full((), z.shift)
+        out = activated_layer(z.channels, shift, of.weights, weight, x.slopes, of.m, of.second)
+        return Jet(out, of, bias)
     return Jet(F.linear(x.whole(), weight), x.of, bias)
 
 
@@ -443,7 +480,7 @@ def _product(function: Callable[..., Tensor], batched: Any, a: Jet, b: Jet) -> J
     first = over(function, (0, None))(U, v) + over(function, (None, 0))(u, V)
     if not of.second:
         return _joined(function(u, v), first, None, of)
-    second = 2 * over(function, (0, 0))(of.weighted(U), V).sum(0)
+    second = 2 * over(function, (0, 0))(weighted(U, of.weights), V).sum(0)
     for term in ([] if LU is None else [(LU, v)]) + ([] if LV is None else [(u, LV)]):
         second = second + function(*term)
     return _joined(function(u, v), first, second, of)
@@ -459,9 +496,8 @@ def _quotient(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return Jet(z / b, a.of, None if a.shift is None else a.shift / b)
 
 
-# Functions of every number by itself. Each generator yields f, f′ and f″, the last None where it is zero.
-
-Slopes: TypeAlias = Iterator[Tensor | None]
+# Functions of every number by itself. Each generator yields f, f′ and f″, the last None where it is zero, and f‴ for
+# activations.
 
 
 def _composed(jet: Jet, slopes: Callable[[Tensor], Slopes]) -> Jet:
@@ -474,13 +510,18 @@ def _composed(jet: Jet, slopes: Callable[[Tensor], Slopes]) -> Jet:
     second = None if L is None else slope * L
     curvature = next(each) if jet.of.second else None
     if curvature is not None:
-        bent = curvature * jet.of.square(J)
+        bent = curvature * contracted(J, J, jet.of.weights)
         second = bent if second is None else second + bent
     return _joined(f, slope * J, second, jet.of)
 
 
 def _elementwise(slopes: Callable[[Tensor], Slopes]) -> Rule:
     return lambda func, args, kwargs: _composed(args[0] if args else kwargs["input"], slopes)
+
+
+def _activation(slopes: Callable[[Tensor], Slopes]) -> Rule:
+    """A function whose f‴ is given, too."""
+    return lambda func, args, kwargs: Composition(args[0] if args else kwargs["input"], slopes)
 
 
 def _by_forward_mode(func: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -505,7 +546,9 @@ def _tanh(v: Tensor) -> Slopes:
     yield f
     slope = 1 - f * f
     yield slope
-    yield -2 * f * slope
+    curvature = -2 * f * slope
+    yield curvature
+    yield -2 * (slope * slope + f * curvature)
 
 
 def _sigmoid(v: Tensor) -> Slopes:
@@ -513,7 +556,9 @@ def _sigmoid(v: Tensor) -> Slopes:
     yield f
     slope = f * (1 - f)
     yield slope
-    yield slope * (1 - 2 * f)
+    curvature = slope * (1 - 2 * f)
+    yield curvature
+    yield curvature * (1 - 2 * f) - 2 * slope * slope
 
 
 def _silu(v: Tensor) -> Slopes:
@@ -521,7 +566,9 @@ def _silu(v: Tensor) -> Slopes:
     yield v * s
     slope = s * (1 - s)
     yield s + v * slope
-    yield slope * (2 + v * (1 - 2 * s))
+    curvature = slope * (1 - 2 * s)
+    yield 2 * slope + v * curvature
+    yield 3 * curvature + v * (curvature * (1 - 2 * s) - 2 * slope * slope)
 
 
 def _gelu(v: Tensor) -> Slopes:
@@ -530,30 +577,27 @@ def _gelu(v: Tensor) -> Slopes:
     yield v * mass
     yield mass + v * density
     yield (2 - v * v) * density
+    yield v * (v * v - 4) * density
 
 
 def _gelu_rule(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     exact = kwargs.get("approximate", "none") == "none"
-    return _elementwise(_gelu)(func, args, kwargs) if exact else _by_forward_mode(func, args, kwargs)
+    return _activation(_gelu)(func, args, kwargs) if exact else _by_forward_mode(func, args, kwargs)
 
 
 def _sin(v: Tensor) -> Slopes:
-    f = torch.sin(v)
-    yield f
-    yield torch.cos(v)
-    yield -f
+    f, slope = torch.sin(v), torch.cos(v)
+    yield from (f, slope, -f, -slope)
 
 
 def _cos(v: Tensor) -> Slopes:
-    f = torch.cos(v)
-    yield f
-    yield -torch.sin(v)
-    yield -f
+    f, slope = torch.cos(v), -torch.sin(v)
+    yield from (f, slope, -f, -slope)
 
 
 def _exp(v: Tensor) -> Slopes:
     f = torch.exp(v)
-    yield from (f, f, f)
+    yield from (f, f, f, f)
 
 
 def _log(v: Tensor) -> Slopes:
@@ -710,11 +754,13 @@ _RULES: dict[str, Rule] = (
         *("hardswish", "hardsigmoid", "clamp", "clip", "softshrink", "hardshrink", "threshold", "sinc", "logit"),
     )
     | {
-        name: _elementwise(slopes)
-        for slopes, *names in (
-            *((_tanh, "tanh"), (_sigmoid, "sigmoid", "special_expit"), (_silu, "silu"), (_relu, "relu")),
-            *((_sin, "sin"), (_cos, "cos"), (_exp, "exp"), (_log, "log"), (_erf, "erf", "special_erf")),
-            *((_sqrt, "sqrt"), (_rsqrt, "rsqrt"), (_reciprocal, "reciprocal"), (_square, "square")),
+        name: make(slopes)
+        for make, slopes, *names in (
+            *((_activation, _tanh, "tanh"), (_activation, _sigmoid, "sigmoid", "special_expit")),
+            *((_activation, _silu, "silu"), (_activation, _sin, "sin"), (_activation, _cos, "cos")),
+            *((_activation, _exp, "exp"), (_elementwise, _log, "log"), (_elementwise, _erf, "erf", "special_erf")),
+            *((_elementwise, _sqrt, "sqrt"), (_elementwise, _rsqrt, "rsqrt"), (_elementwise, _relu, "relu")),
+            *((_elementwise, _reciprocal, "reciprocal"), (_elementwise, _square, "square")),
         )
         for name in names
     }

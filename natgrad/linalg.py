@@ -346,18 +346,24 @@ class TriangularLeastSquares:
     @staticmethod
     def of(J: Tensor, r: Tensor) -> TriangularLeastSquares:
         """One QR of [J r]: its last column is z, so that Q is not formed either."""
-        triangle = torch.linalg.qr(torch.cat([J, r.unsqueeze(-1)], -1), mode="r").R
+        triangle = torch.linalg.qr(torch.cat([J.mT, r.unsqueeze(-2)], -2).mT, mode="r").R  # LAPACK goes by columns
         k = min(J.shape[-2:])
         return TriangularLeastSquares(triangle[..., :k, :-1], triangle[..., :k, -1])
 
     def damped(self, d: Tensor) -> DampedStep:
         """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""
-        below = torch.nn.functional.pad(torch.diag_embed(d), (0, 1))
-        both = torch.cat([torch.cat([self.R, self.z.unsqueeze(-1)], -1), below.expand(*self.z.shape[:-1], -1, -1)], -2)
-        triangle = torch.linalg.qr(both, mode="r").R
         n = d.shape[-1]
-        T, y = triangle[..., :n, :n], triangle[..., :n, n:]
-        return DampedStep(-torch.linalg.solve_triangular(T, y, upper=True).squeeze(-1), T, y.squeeze(-1))
+        k = self.z.shape[-1]
+        both = self.R.new_zeros(*self.z.shape[:-1], k + n, n + 1)
+        both[..., :k, :n], both[..., :k, n] = self.R, self.z
+        both[..., k:, :n].diagonal(dim1=-2, dim2=-1).copy_(d)
+        triangle = torch.linalg.qr(both, mode="r").R
+        T, y = triangle[..., :n, :n], triangle[..., :n, n]
+        return DampedStep(TriangularLeastSquares(T, y).undamped(), T, y)
+
+    def undamped(self) -> Tensor:
+        """p = −R⁻¹z, the Gauss–Newton step: not finite where R is singular, and with m < n there is none."""
+        return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
 
     def decrease(self, p: Tensor) -> Tensor:
         """½‖r‖² − ½‖Jp + r‖² [*], what a step p is predicted to gain."""

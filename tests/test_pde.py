@@ -223,6 +223,25 @@ def test_parameter_derivatives() -> None:
         torch.testing.assert_close(g, right[name].sum(0), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("activation", [torch.tanh, torch.sigmoid, F.silu, F.gelu, torch.sin, torch.cos, torch.exp])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_derivatives_of_every_order(activation: Any, shape: tuple[int, ...]) -> None:
+    """By weights, biases, points and the diffusion, in reverse mode, in forward mode, batched, and twice."""
+    torch.manual_seed(2)
+    x, D, W, b, V = (torch.randn(s, dtype=torch.float64) for s in ((2, 2), shape, (2, 2), (2,), (1, 2)))
+
+    def operator(x: Tensor, D: Tensor, W: Tensor, b: Tensor, V: Tensor) -> Tensor:
+        def net(x: Tensor) -> Tensor:
+            return F.linear(activation(F.linear(activation(F.linear(x, W, b)), W, b)), V)
+
+        u = ng.pde.derivatives(net, x, diffusion=D)
+        return u.laplacian + u.gradient.sum(-1) + u.value
+
+    inputs = tuple(t.requires_grad_() for t in (x, D, W, b, V))
+    assert torch.autograd.gradcheck(operator, inputs, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(operator, inputs, check_fwd_over_rev=True, fast_mode=True)
+
+
 def test_the_last_bias_is_in_the_graph_of_the_laplacian() -> None:
     net = mlp(nn.Tanh())
     grads = torch.autograd.grad(ng.pde.laplacian(net, points()).sum(), list(net.parameters()))

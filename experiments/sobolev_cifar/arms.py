@@ -125,9 +125,9 @@ class Config(ABC):
     name: str
     divisor: float = 1.0
 
+    @abstractmethod
     def looks(self, step: int) -> bool:
         """Whether the optimizer looks at the forward pass of step 0, 1, …"""
-        return False
 
     @abstractmethod
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
@@ -251,6 +251,9 @@ class Momentum(Config):
     def numbers(self) -> dict[str, float]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "momentum": self.momentum}
 
+    def looks(self, step: int) -> bool:
+        return False
+
     def at(self, numbers: Mapping[str, float]) -> Momentum:
         return replace(self, lr=numbers["lr"], weight_decay=numbers["weight_decay"])
 
@@ -270,6 +273,9 @@ class AdamW(Config):
 
     def numbers(self) -> dict[str, float]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "beta1": _BETAS[0], "beta2": _BETAS[1], "eps": _EPS}
+
+    def looks(self, step: int) -> bool:
+        return False
 
     def at(self, numbers: Mapping[str, float]) -> AdamW:
         return replace(self, lr=numbers["lr"], weight_decay=numbers["weight_decay"])
@@ -293,6 +299,9 @@ class Natural(Config):
         decide = ("momentum", "power", "rms", "polar", "decay", "metric_every", "inverse_every", "early")
         numbers = {name: defaults[name] for name in decide} | {"damping": defaults["damping"].epsilon}
         return {"lr": self.lr, "weight_decay": self.weight_decay} | numbers
+
+    def looks(self, step: int) -> bool:
+        return False  # at gradients only
 
     def at(self, numbers: Mapping[str, float]) -> Natural:
         return replace(self, lr=numbers["lr"], weight_decay=numbers["weight_decay"])

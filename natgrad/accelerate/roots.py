@@ -140,8 +140,8 @@ def products_in(precision: Precision, device: torch.device) -> Iterator[Products
 class Products:
     """A B [b n n]: as such, or A₁B₂ + A₂B₁ + A₁B₁, with A₁ the nearest to A in half precision and A₂ that to A − A₁.
 
-    Products of halves are exact and are summed in single precision: about 2⁻²¹ is left (Ootomo and Yokota 2022). The
-    largest numbers of A should be between 1 and 10⁴.
+    Products of halves are exact and are summed in single precision: about 2⁻²¹ is left (Ootomo and Yokota 2022), and
+    what tensor cores cut off in the sums. The largest numbers of A should be between 1 and 10⁴.
 
     >>> Products(split=True)(torch.full((1, 1, 1), 1.0001), torch.full((1, 1, 1), 3.0))
     tensor([[[3.0003]]])
@@ -219,9 +219,9 @@ def inverse_powers(
     condition number; ``precision`` "split" 10⁻³ besides, in the last step.
 
     ``condition``: the largest condition number that is expected. ``error``: of M^½ M^-½, before rounding; about that of
-    the precision if it is None. ``method`` "eigenvalues" allows any p in [0, 1];
-    "auto" is products on a GPU for p = k/2ᵐ below double precision. Half precision becomes single. A matrix of zeros
-    without a shift has no scale: its powers are 1.
+    the precision if it is None. ``method`` "eigenvalues" allows any p in [0, 1]; "auto" is products on a GPU for
+    p = k/2ᵐ below double precision. Half precision becomes single. A matrix of zeros without a shift has no scale: its
+    powers are 1.
 
     >>> A = torch.diag_embed(torch.tensor([[3.0, 0.0]]))
     >>> (root, inverse), _ = inverse_powers(A, [0.5, 1], shift=torch.ones(1), method="products")
@@ -359,15 +359,14 @@ def _by_products(
 ) -> tuple[list[Tensor], Tensor]:
     """M⁻ᵖ of matrices of numbers up to 1, and the largest residual of the roots M^-(1/2ʲ) that they are products of.
 
-    Y, T and squares are held ``_UNIT`` times as large as they are.
+    M is overwritten. M, Y, T and squares are held ``_UNIT`` times as large as they are.
     """
     depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
     needed = [_roots_of(power, depth) for power in powers]
     last = max([j for of_power in needed for j in of_power], default=0)
     roots: dict[int, Tensor] = {}
     with products_in(precision, M.device) as product:
-        M = M * _UNIT
-        square = _squared(M, product)
+        square = _squared(M.mul_(_UNIT), product)
         # The fourth root of the sum of fourth powers: no smaller than the largest eigenvalue, and near it.
         bound = (torch.linalg.matrix_norm(square) / _UNIT).sqrt()[:, None, None]
         Y, square = M.div_(bound), square.div_(bound.square())
@@ -399,8 +398,8 @@ def _roots_of(power: Fraction, depth: int) -> list[int]:
     return [1, 1] if power == 1 else [j for j in range(1, depth + 1) if digits >> (depth - j) & 1] or [0]
 
 
-def _squared(T: Tensor | Operand, product: Products) -> Tensor:
-    operand = T if isinstance(T, tuple) else product.operand(T)
+def _squared(T: Tensor, product: Products) -> Tensor:
+    operand = product.operand(T)
     return product(operand, operand, alpha=1 / _UNIT)
 
 
@@ -414,10 +413,10 @@ def _square_roots(
     Y = Y if last and not others else product(product.operand(Y), z)
     for step, coefficients in enumerate(others, 1):
         y = product.operand(Y)
-        T = product(z, y)
         if step == len(others):
-            c, G = _near_one(T.div_(_UNIT), coefficients)
+            c, G = _near_one(product(z, y, alpha=1 / _UNIT), coefficients)
             return Y if last else torch.baddbmm(Y, Y, G, beta=c), torch.baddbmm(Z, G, Z, beta=c)
+        T = product(z, y)
         h = product.operand(_polynomial(T, _squared(T, product), coefficients, product))
         Y, Z = product(y, h), product(h, z)
         z = product.operand(Z)
@@ -452,13 +451,13 @@ def residual_of(factors: Sequence[Tensor], unit: float = 1.0) -> Tensor:
     """
     like = factors[0]
     n, probes = like.shape[-1], min(like.shape[-1], _PROBES)
-    few = torch.eye(n, dtype=like.dtype, device=like.device)
-    few = few if n == probes else signs(n, like.dtype, like.device, probes)
+    exact = n == probes
+    few = torch.eye(n, dtype=like.dtype, device=like.device) if exact else signs(n, like.dtype, like.device, probes)
     X = few = few.expand(len(like), -1, -1)
     with products_in("single", like.device) as product:
         for factor in reversed(factors):
             X = product(factor, X)
-    return torch.linalg.matrix_norm(X.sub_(few, alpha=unit)) / (unit * math.sqrt(n if n == probes else n * probes))
+    return torch.linalg.matrix_norm(X.sub_(few, alpha=unit)) / (unit * math.sqrt(n if exact else n * probes))
 
 
 # Polar factors.

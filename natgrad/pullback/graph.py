@@ -296,6 +296,11 @@ def _first(step: GraphStep) -> BatchAxis | None:
     return step.moved(0) if step.at == 0 and step.axis.index == 0 else None
 
 
+def _in_rows(step: GraphStep) -> BatchAxis | None:
+    """Of every row by itself; the other arguments are weights."""
+    return step.moved(step.axis.index) if step.at == 0 and step.axis.index < len(step.result) - 1 else None
+
+
 def _weighted(step: GraphStep) -> BatchAxis | None:
     """Of every number by itself; the other arguments are weights."""
     return step.moved(step.axis.index) if step.at == 0 and step.argument == step.result else None
@@ -407,7 +412,7 @@ _FOLLOWED: dict[str, Follow] = (
         *("Hardtanh", "Hardswish", "Hardsigmoid", "Celu", "Selu", "ToCopy", "Clone", "Alias", "NativeDropout"),
         *("LogSigmoid", "Square", "Addcmul", "Addcdiv", "Expand", "Repeat", "Expm1", "Sign"),
     )
-    | {"ForkBackward": _aligned}
+    | {"ForkBackward": _aligned, "ActivatedLayerBackward": _in_rows}
     | _named(_reshaped, "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Flatten", "Reshape")
     | _named(
         _first,

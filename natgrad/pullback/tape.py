@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook, without_hooks
 from natgrad.accelerate.vjp import pulled
-from natgrad.jet import Jet
+from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
 from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
@@ -264,7 +264,8 @@ class Recorder:
         """A call with derivatives by the inputs (``natgrad.pde``): all channels are positions."""
         z = output.channels
         if self._rules[module].takes_jets and len(args) == 1 and isinstance(args[0], Jet) and z.requires_grad:
-            call = Call((args[0].whole().detach(), args[0].homogeneous()), {}, module.training)
+            x = args[0].detached()
+            call = Call((x, homogeneous(x)), {}, module.training)
             use = Use(self._ruled(module), call, (edge_of(z),), (z.shape,), z.dtype is torch.float16)
             self.uses.append(use)
 

@@ -32,6 +32,9 @@ class Broken(Config):
     def numbers(self) -> dict[str, float]:
         return {}
 
+    def looks(self, step: int) -> bool:
+        return False
+
     def at(self, numbers: Mapping[str, float]) -> Config:
         return self
 

@@ -65,6 +65,9 @@ class Watching(Config):
     def numbers(self) -> dict[str, float]:
         return {"lr": 0.5}
 
+    def looks(self, step: int) -> bool:
+        return False
+
     def at(self, numbers: Mapping[str, float]) -> Config:
         return self
 

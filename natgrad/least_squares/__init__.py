@@ -1,0 +1,4 @@
+"""Nonlinear least squares of small dense problems: one fit, or many beside each other."""
+
+from natgrad.least_squares.result import FitResult as FitResult
+from natgrad.least_squares.solve import least_squares as least_squares

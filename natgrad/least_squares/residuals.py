@@ -1,0 +1,192 @@
+"""The residuals of many fits as one function x [b n] ↦ r [b m], and their Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, TypeAlias, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
+
+_FEW_ROWS = 256  # up to which rows of J are differentiated backwards at once, though there are fewer columns
+_IN_CACHE = 2**14  # numbers that forward passes return at once
+_ELEMENTWISE: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()  # which functions may be given copies
+_ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the same may differ by
+
+
+@final
+class ResidualFunction:
+    """``fun`` of one fit, or of b fits beside each other, with unknowns flattened to x [b n] and residuals to r [b m].
+
+    The Jacobian [b m n] comes in the cheapest of three ways. Where every residual is a function of the unknowns and of
+    its own data alone, as in a curve fit, residual i gets its own copy of the unknowns: then one backward pass of Σ r
+    leaves row i of J at copy i. Whether ``fun`` is such a function, the first call tests (its values must not change,
+    and a product Jᵀu must be that of an ordinary backward pass), and ``confirm`` tests it again at the solution. Else
+    the rows come by backward passes, batched by ``vmap``, or, where there are many, the columns by forward passes.
+    """
+
+    def __init__(self, fun: Callable[..., Tensor], like: Unknowns, args: tuple[Any, ...], batch: bool) -> None:
+        self.fun, self.args, self.batch, self.like = fun, args, batch, like
+        skip = 1 if batch else 0
+        tensors = list(like.values()) if isinstance(like, Mapping) else [like]
+        self._shapes = [p.shape[skip:] for p in tensors]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self.shape: torch.Size | None = None  # of the residuals of one fit
+        self._by_copies: bool | None = None  # not known yet
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
+
+    def of(self, rows: Tensor) -> ResidualFunction:
+        """Those of some of the fits."""
+        args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+        some = ResidualFunction(self.fun, self.like, args, self.batch)
+        some.shape, some._by_copies = self.shape, self._by_copies
+        return some
+
+    @property
+    def n(self) -> int:
+        return sum(self._sizes)
+
+    def flatten(self, x: Unknowns) -> Tensor:
+        """[b n]."""
+        tensors = list(x.values()) if isinstance(x, Mapping) else [x]
+        if len(tensors) == 1:
+            return tensors[0].reshape(tensors[0].shape[0] if self.batch else 1, -1)
+        return torch.cat([p.reshape(p.shape[0] if self.batch else 1, -1) for p in tensors], 1)
+
+    def unflatten(self, x: Tensor) -> Unknowns:
+        """As ``x0`` was given, from x [b n]."""
+        return self._named(x if self.batch else x.squeeze(0))
+
+    def _named(self, x: Tensor, *tail: int) -> Any:
+        """The unknowns from x [*lead n *tail], as [*lead *shape *tail]."""
+        at = x.ndim - 1 - len(tail)
+        lead = x.shape[:at]
+        tensors = [x] if len(self._sizes) == 1 else x.split(self._sizes, at)
+        shaped = [p.reshape((*lead, *shape, *tail)) for p, shape in zip(tensors, self._shapes, strict=True)]
+        return dict(zip(self.like, shaped, strict=True)) if isinstance(self.like, Mapping) else shaped[0]
+
+    def _call(self, unknowns: Any) -> Tensor:
+        """What ``fun`` returns for all fits."""
+        return torch.vmap(self.fun)(unknowns, *self.args) if self.batch else self.fun(unknowns, *self.args)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """r [b m]."""
+        if self._by_copies:
+            return self._with_copies(x)[0].detach().reshape(x.shape[0], -1)
+        r = self._call(self._named(x if self.batch else x.squeeze(0)))
+        if self.shape is None:
+            self.shape = self._checked(r, x)
+        return r.detach().reshape(x.shape[0], -1)
+
+    def _checked(self, r: Any, x: Tensor) -> torch.Size:
+        if not isinstance(r, Tensor):
+            raise TypeError(f"fun must return a tensor of residuals, got {type(r).__name__}")
+        if r.dtype != x.dtype:
+            raise TypeError(
+                f"fun returned residuals of {r.dtype} for unknowns of {x.dtype}: give x0 and the data in one precision "
+                "(float64 where 1e-8 is to be reached)"
+            )
+        if r.device != x.device:
+            raise ValueError(f"fun returned residuals on {r.device} for unknowns on {x.device}: put both on one device")
+        if r.numel() == 0:
+            raise ValueError("fun returned no residuals: there is nothing to fit")
+        return r.shape[1:] if self.batch else r.shape
+
+    def jacobian(self, x: Tensor, r: Tensor) -> Tensor:
+        """J [b m n] at x, where the residuals are r."""
+        if self._by_copies is None:
+            return self._first(x, r)
+        if self._by_copies:
+            return self._of_copies(x)
+        differentiate = self._rows if r.shape[-1] <= max(self.n, _FEW_ROWS) else self._columns
+        if self.batch:
+            return torch.vmap(differentiate)(x, *self.args).detach()
+        return differentiate(x.squeeze(0), *self.args).detach().unsqueeze(0)
+
+    def _rows(self, x: Tensor, *args: Any) -> Tensor:
+        return torch.func.jacrev(self.one)(x, *args)
+
+    def _columns(self, x: Tensor, *args: Any) -> Tensor:
+        """J [m n] by forward passes, as many at once as stay in the cache."""
+        assert self.shape is not None
+
+        def column(v: Tensor) -> Tensor:
+            return torch.func.jvp(lambda x: self.one(x, *args), (x,), (v,))[1]
+
+        eye = torch.eye(self.n, dtype=x.dtype, device=x.device)
+        return torch.vmap(column, out_dims=1, chunk_size=max(16, _IN_CACHE // self.shape.numel()))(eye)
+
+    def _first(self, x: Tensor, r: Tensor) -> Tensor:
+        """J by copies, if it can be had so. What was found out about ``fun`` in an earlier call is not tested twice."""
+        memory = _ELEMENTWISE.get(self.fun, {}) if _can_be_known(self.fun) else {}
+        key = self.batch, tuple(self._shapes), self.shape
+        self._by_copies = False
+        if memory.get(key, True):  # True where it is not known yet
+            try:
+                J = self._of_copies(x)
+                same = J.shape[:-1] == r.shape and (key in memory or self._agrees(x, r, J))
+            except Exception:  # fun was not written for this, and may fail in any way
+                same = False
+            self._by_copies = memory[key] = same
+            if _can_be_known(self.fun):
+                _ELEMENTWISE[self.fun] = memory
+            if same:
+                return J
+        return self.jacobian(x, r)
+
+    def confirm(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
+        """Whether r and J, if they came by copies, are those of ``fun`` here; if not, they will not come so again."""
+        if not self._by_copies or self._agrees(x, r, J):
+            return True
+        self._by_copies = False
+        if _can_be_known(self.fun):
+            _ELEMENTWISE[self.fun] = {}
+        return False
+
+    def one(self, x: Tensor, *args: Any) -> Tensor:
+        """r [m] of one fit, from x [n]."""
+        return self.fun(self._named(x), *args).reshape(-1)
+
+    def _with_copies(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """r, with its graph, and the unknowns [*shape *residuals] that it comes from: one copy for each residual."""
+        if self._last is not None and self._last[0] is x:
+            return self._last[1:]
+        assert self.shape is not None
+        lead = x.shape if self.batch else x.shape[1:]
+        copies = x.view((*lead, *(1,) * len(self.shape))).expand((*lead, *self.shape)).requires_grad_()
+        with torch.enable_grad():
+            r = self._call(self._named(copies, *self.shape))
+        self._last = x, r, copies
+        return r, copies
+
+    def _of_copies(self, x: Tensor) -> Tensor:
+        r, copies = self._with_copies(x)
+        self._last = None  # the graph is used up
+        (J,) = torch.autograd.grad(r, copies, torch.ones_like(r), materialize_grads=True)
+        return J.reshape(*x.shape, -1).mT
+
+    def _agrees(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
+        """Whether r is what ``fun`` returns, and Jᵀu that of an ordinary backward pass, for a u without symmetries.
+
+        Up to rounding: of r, that of the terms of which residuals are differences, |J||x| or more.
+        """
+        b, m, _ = J.shape
+        u = torch.arange(1.0, b * m + 1, dtype=x.dtype, device=x.device).square_().sin_().view(b, m)
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            true = self._call(self._named(leaf if self.batch else leaf.squeeze(0)))
+        (pulled,) = torch.autograd.grad(true, leaf, u.view_as(true), materialize_grads=True)
+        rounding, sizes = _ROUNDING * torch.finfo(x.dtype).eps, J.abs()
+        terms = (sizes @ x.abs().unsqueeze(-1)).squeeze(-1) + r.abs()
+        same = (true.detach().reshape(b, m) - r).abs() <= rounding * terms
+        off = (pulled - (u.unsqueeze(-2) @ J).squeeze(-2)).abs()
+        return bool(same.all()) and bool((off <= rounding * (u.abs().unsqueeze(-2) @ sizes).squeeze(-2)).all())
+
+
+def _can_be_known(fun: Any) -> bool:
+    """Whether it can be a key of a weak dictionary; a bound method dies with the call."""
+    return isinstance(fun, FunctionType)

@@ -1,0 +1,108 @@
+"""What a least-squares fit returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.least_squares.trust_region import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
+
+_WHY = {
+    GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",
+    FTOL: "ftol: a step changed the cost by no more than ftol times the cost",
+    XTOL: "xtol: a step changed the unknowns by no more than xtol times their size",
+    FTOL_XTOL: "ftol and xtol: a step changed neither the cost nor the unknowns by more than their share",
+    EVALUATIONS: "max_nfev: the number of evaluations is spent; the fit has not converged",
+    NOT_FINITE: "NaN or infinity: the residuals at x0, or the Jacobian at x, are not finite",
+}
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class FitResult:
+    """The minimum that ``least_squares`` has found. With ``batch=True`` everything has the b fits on the first axis.
+
+    ``x``, ``grad`` and ``standard_errors`` are as ``x0`` was given; ``jac`` [m n], ``covariance`` [n n] go by the
+    flattened unknowns, in the order of ``x0``. As SciPy's result does, ``status`` counts: 1 gtol, 2 ftol, 3 xtol,
+    4 both of these, 0 no convergence in ``max_nfev`` evaluations, and (in a batch) −2 not finite.
+    """
+
+    x: Any  # as x0: a tensor, or a dict of tensors
+    cost: Tensor  # ½ Σ ρ(f²)
+    fun: Tensor  # the residuals f, as they were returned
+    jac: Tensor  # with a robust loss J̃ with the curvature J̃ᵀJ̃ of the cost, as in SciPy
+    grad: Any
+    optimality: Tensor  # the largest entry of the gradient, of unknowns that are not held by a bound
+    nfev: Any  # an int, or [b]
+    status: Any
+    residuals: ResidualFunction = field(repr=False)  # which knows the order of the unknowns
+    shortened: int  # how many trial steps were shortened because residuals there were not finite
+    active: Tensor  # unknowns at a bound: −1 lower, 1 upper [n]
+
+    @property
+    def success(self) -> Any:
+        """Whether one of the rules ftol, xtol and gtol has stopped the fit."""
+        return self.status > 0
+
+    @cached_property
+    def rank(self) -> Any:
+        """Of J, its columns scaled to one length."""
+        norms = torch.linalg.vector_norm(self.jac, dim=-2, keepdim=True)
+        s = torch.linalg.svdvals(self.jac / torch.where(norms > 0, norms, 1.0))
+        tol = max(self.jac.shape[-2:]) * torch.finfo(s.dtype).eps
+        rank = (s > tol * s[..., :1]).sum(-1)
+        return rank if self.residuals.batch else int(rank)
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """s²(JᵀJ)⁻¹ [n n], s² = 2·cost/(m − n), of the unknowns if the noise is white and the model nearly linear.
+
+        By QR. Bounds are not taken account of. Infinite where the residuals do not determine the unknowns: the rank of
+        J is below n, or m ≤ n.
+        """
+        m, n = self.jac.shape[-2:]
+        if m <= n:
+            return torch.full_like(self.jac[..., :1, :], torch.inf).expand(*self.jac.shape[:-2], n, n)
+        norms = torch.linalg.vector_norm(self.jac, dim=-2, keepdim=True)
+        R = torch.linalg.qr(self.jac / torch.where(norms > 0, norms, 1.0), mode="r").R
+        full = torch.as_tensor(self.rank, device=R.device) == n
+        eye = torch.eye(n, dtype=R.dtype, device=R.device)
+        R = torch.where(full[..., None, None], R, eye)
+        half = torch.linalg.solve_triangular(R, eye.expand_as(R), upper=True) / norms.mT
+        variance = 2 * self.cost / (m - n)
+        return torch.where(full[..., None, None], variance[..., None, None] * (half @ half.mT), torch.inf)
+
+    @property
+    def standard_errors(self) -> Any:
+        """√ of the diagonal of ``covariance``."""
+        deviations = self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
+        return self.residuals.unflatten(deviations if self.residuals.batch else deviations.unsqueeze(0))
+
+    @cached_property
+    def message(self) -> str:
+        """Which rule has stopped the fit, and what one should know about it."""
+        m, n = self.jac.shape[-2:]
+        if isinstance(self.status, Tensor):
+            kinds = self.status.unique().tolist()
+            notes = [f"{int((self.status == kind).sum())} fits by {_WHY[kind]}" for kind in kinds]
+            weak = int((torch.as_tensor(self.rank) < n).sum())
+            notes += [f"{weak} fits have a Jacobian of rank below {n}: their covariance is infinite"] if weak else []
+        else:
+            notes = [_WHY[self.status]]
+            if self.rank != n:
+                notes.append(f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite")
+            elif m == n:
+                notes.append("as many unknowns as residuals: the covariance is infinite")
+        if self.shortened:
+            notes.append(f"{self.shortened} trial steps led to residuals that are not finite, and were shortened")
+        return "; ".join(notes)
+
+    def __repr__(self) -> str:
+        evaluations = "" if isinstance(self.nfev, Tensor) else f", {self.nfev} evaluations"
+        cost = f"{self.cost:.6g}" if self.cost.ndim == 0 else f"[{len(self.cost)}]"
+        return f"FitResult(cost {cost}{evaluations}; {self.message})"

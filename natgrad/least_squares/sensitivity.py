@@ -1,0 +1,48 @@
+"""How a minimum moves with the data: the implicit function theorem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import SingularMetricError
+from natgrad.least_squares.losses import RobustLoss
+from natgrad.least_squares.residuals import ResidualFunction
+
+
+def differentiable(
+    residuals: ResidualFunction, x: Tensor, args: tuple[Any, ...], loss: RobustLoss, free: Tensor
+) -> Tensor:
+    """x [b n], as a function of the tensors in ``args``: from ∇L(x, a) = 0 follows dx/da = −H⁻¹ ∂∇L/∂a.
+
+    H is the Hessian of the cost, not its Gauss–Newton part. Unknowns that are not ``free`` [b n] stay at their bound.
+    """
+
+    def cost(x: Tensor, *args: Any) -> Tensor:
+        return loss.cost(residuals.one(x, *args))
+
+    if residuals.batch:
+        H = torch.vmap(torch.func.hessian(cost))(x, *residuals.args)
+    else:
+        H = torch.func.hessian(cost)(x.squeeze(0), *residuals.args).unsqueeze(0)
+    both = free.unsqueeze(-1) & free.unsqueeze(-2)
+    H = torch.where(both, H.detach(), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
+    scale = H.diagonal(dim1=-2, dim2=-1).abs().clamp(min=torch.finfo(x.dtype).tiny).rsqrt()
+    H = scale.unsqueeze(-1) * H * scale.unsqueeze(-2)
+    values = torch.linalg.eigvalsh(H)
+    weak = values[:, 0] <= x.shape[-1] * torch.finfo(x.dtype).eps * values[:, -1]
+    if bool(weak.any()):
+        which = f" of fit {int(weak.nonzero()[0])}" if residuals.batch else ""
+        raise SingularMetricError(
+            f"the Hessian{which} at the minimum is singular or indefinite, so that x has no derivative with respect "
+            "to args: detach them, or fix the unknowns that the residuals do not determine"
+        )
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        L = torch.vmap(cost)(leaf, *args).sum() if residuals.batch else cost(leaf.squeeze(0), *args)
+        (g,) = torch.autograd.grad(L, leaf, create_graph=True)
+    g = torch.where(free, g, 0.0)
+    moved = scale * torch.linalg.solve(H, (scale * (g - g.detach())).unsqueeze(-1)).squeeze(-1)
+    return x.detach() - moved

@@ -1,0 +1,262 @@
+"""Nonlinear least squares: SciPy's call for functions of tensors."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import NonFiniteError
+from natgrad.least_squares.losses import RobustLoss
+from natgrad.least_squares.residuals import ResidualFunction, Unknowns
+from natgrad.least_squares.result import FitResult
+from natgrad.least_squares.sensitivity import differentiable
+from natgrad.least_squares.trust_region import NOT_FINITE, Fits, Rules, minimise
+from natgrad.log import OnceLogger
+
+_logger = OnceLogger()
+
+
+def least_squares(
+    fun: Callable[..., Tensor],
+    x0: Unknowns | Sequence[float],
+    args: tuple[Any, ...] = (),
+    *,
+    bounds: tuple[Any, Any] | None = None,
+    loss: str = "linear",
+    f_scale: float = 1.0,
+    x_scale: Any = "jac",
+    ftol: float | None = 1e-8,
+    xtol: float | None = 1e-8,
+    gtol: float | None = 1e-8,
+    max_nfev: int | None = None,
+    batch: bool = False,
+) -> FitResult:
+    """Minimise ½ Σ ρ(f²), f = ``fun(x, *args)``, from ``x0``: the call of SciPy's ``least_squares``, for tensors.
+
+    ``fun`` returns the residuals, a tensor of any shape, made of differentiable torch operations. ``x0`` is a tensor or
+    a dict of tensors, and ``fun`` gets the unknowns in that form. The steps are those of Levenberg and Marquardt in a
+    trust region (Moré 1978), by QR of the exact Jacobian.
+
+    ``bounds``: (lower, upper), each a number or as ``x0``; in a dict unknowns may be left out. ``loss``: "linear",
+    "soft_l1", "huber", "cauchy" or "arctan", with outliers beyond ``f_scale``. ``x_scale``: "jac", or the size of a
+    change of the unknowns that matters, a number or as ``x0``.
+
+    A fit stops if a step changes the cost by at most ``ftol`` times the cost, or the unknowns by at most ``xtol`` times
+    their size (both in units of ``x_scale``), and the offset falls no more; or if the offset is at most ``gtol``. The
+    offset is the cosine between the residuals and the tangent space of the model (Bates and Watts 1981): √n·1e-8 of it
+    leaves x within about 1e-8 standard errors. None turns a rule off. ``max_nfev``: the most evaluations of ``fun``,
+    by default 1500 + 10n.
+
+    ``batch=True``: b independent fits in one call. ``x0`` and the tensors in ``args`` have the fits on their first
+    axis; ``fun`` is written for one fit, and mapped over them by ``torch.vmap``.
+
+    If a tensor in ``args`` requires a gradient, ``result.x`` is a differentiable function of it (the implicit function
+    theorem, with the exact Hessian).
+
+    >>> t = torch.linspace(0, 4, 9, dtype=torch.float64)
+    >>> y = 3 * torch.exp(-0.7 * t)
+    >>> fit = least_squares(lambda x, t, y: x[0] * torch.exp(-x[1] * t) - y, torch.ones(2, dtype=torch.float64), (t, y))
+    >>> fit.x
+    tensor([3.0000, 0.7000], dtype=torch.float64)
+    """
+    if not callable(fun):
+        raise TypeError(f"fun must be a function of the unknowns, got {type(fun).__name__}")
+    if not isinstance(args, tuple):
+        raise TypeError(f"args must be a tuple of further arguments of fun, got {type(args).__name__}: write (data,)")
+    unknowns = _checked(x0, batch)
+    held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    residuals = ResidualFunction(fun, unknowns, held, batch)
+    x = residuals.flatten(unknowns)
+    if batch:
+        _check_args(args, len(x))
+    lower, upper = _box(bounds, residuals, x)
+    eps = torch.finfo(x.dtype).eps
+    rules = Rules(
+        ftol=_tolerance(ftol, "ftol", eps),
+        xtol=_tolerance(xtol, "xtol", eps),
+        gtol=_tolerance(gtol, "gtol", eps),
+        evaluations=1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev),
+        lower=lower,
+        upper=upper,
+        D=_scale(x_scale, residuals, x),
+    )
+    if ftol is None and xtol is None and gtol is None:
+        raise ValueError("one of ftol, xtol and gtol must be a number: nothing else says when the fit has converged")
+    robust = RobustLoss.named(loss, f_scale)
+    fits = minimise(residuals, x, robust, rules)
+    if not residuals.confirm(fits.x, fits.f, fits.J):  # fun is not what its first values have shown
+        fits = minimise(residuals, fits.x, robust, rules)
+    result = _result(residuals, fits, robust, rules, args)
+    if x.dtype != torch.float64:
+        _say_accuracy(result, eps)
+    return result
+
+
+def _result(
+    residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, args: tuple[Any, ...]
+) -> FitResult:
+    f, J = loss.weighted(fits.f, fits.J)
+    batch = residuals.batch
+    if not batch and fits.status == NOT_FINITE:
+        _refuse(residuals, fits, J)
+    g = (f.unsqueeze(-2) @ J).squeeze(-2)
+    active = torch.zeros_like(g, dtype=torch.int64)
+    if rules.lower is not None and rules.upper is not None:
+        active = (fits.x >= rules.upper).long() - (fits.x <= rules.lower).long()
+    free = (active * g >= 0) & (active == 0) | (active * g > 0)  # at a bound, but the cost falls inwards
+    x = fits.x
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        x = differentiable(residuals, x, args, loss, free)
+    assert residuals.shape is not None
+    cost = torch.as_tensor(fits.cost, dtype=x.dtype, device=x.device).reshape(-1)
+    evaluations, status = (torch.as_tensor(t, device=x.device).reshape(-1) for t in (fits.evaluations, fits.status))
+    optimality = torch.where(free, g, 0.0).abs().amax(-1)
+    return FitResult(
+        x=residuals.unflatten(x),
+        cost=cost if batch else cost[0],
+        fun=fits.f.view(len(x), *residuals.shape) if batch else fits.f.view(residuals.shape),
+        jac=J if batch else J[0],
+        grad=residuals.unflatten(g),
+        optimality=optimality if batch else optimality[0],
+        nfev=evaluations if batch else int(fits.evaluations),
+        status=status if batch else int(fits.status),
+        residuals=residuals,
+        shortened=int(torch.as_tensor(fits.shortened).sum()),
+        active=active if batch else active[0],
+    )
+
+
+def _refuse(residuals: ResidualFunction, fits: Fits, J: Tensor) -> None:
+    if not bool(fits.f.isfinite().all()):
+        bad = int((~fits.f.isfinite()).sum())
+        raise NonFiniteError(
+            f"{bad} of {fits.f.numel()} residuals at x0 are NaN or infinite: start where fun is finite"
+        )
+    columns = (~J[0].isfinite()).any(0).nonzero().squeeze(-1).tolist()
+    raise NonFiniteError(
+        f"the Jacobian of the residuals is NaN or infinite at x = {fits.x[0].tolist()}, in the unknowns {columns}: fun "
+        "is not differentiable there (√ or |·| at 0, or overflow)"
+    )
+
+
+def _checked(x0: Any, batch: bool) -> Unknowns:
+    """Detached unknowns of one precision and one device."""
+    if isinstance(x0, Mapping):
+        if not x0:
+            raise ValueError("x0 holds no unknowns")
+        tensors = {name: torch.as_tensor(p) for name, p in x0.items()}
+    else:
+        tensors = {"x0": x0 if isinstance(x0, Tensor) else torch.as_tensor(x0, dtype=torch.float64)}
+    for name, p in tensors.items():
+        if p.is_complex():
+            raise TypeError(f"{name} is complex: fit its real and imaginary part (torch.view_as_real)")
+        if p.dtype in (torch.float16, torch.bfloat16):
+            raise TypeError(f"{name} is {p.dtype}: least squares needs float64, or float32 where 3 digits are enough")
+        if batch and p.ndim == 0:
+            raise ValueError(f"{name} is one number, and with batch=True needs the fits on its first axis")
+        if p.numel() == 0:
+            raise ValueError(f"{name} is empty: there is nothing to fit")
+    whole = {name: p.detach() if p.is_floating_point() else p.to(torch.float64) for name, p in tensors.items()}
+    if len({(p.dtype, p.device) for p in whole.values()}) > 1:
+        kinds = ", ".join(f"{name} {p.dtype} on {p.device}" for name, p in whole.items())
+        raise TypeError(f"the unknowns must have one precision and one device, and are {kinds}")
+    if batch and len({len(p) for p in whole.values()}) > 1:
+        sizes = ", ".join(f"{name} {len(p)}" for name, p in whole.items())
+        raise ValueError(f"with batch=True all unknowns have the fits on their first axis, and here are {sizes}")
+    for name, p in whole.items():
+        if not bool(p.isfinite().all()):
+            raise NonFiniteError(f"{name} holds NaN or infinity: there is nothing to start from")
+    return whole if isinstance(x0, Mapping) else whole["x0"]
+
+
+def _check_args(args: tuple[Any, ...], count: int) -> None:
+    for k, a in enumerate(args):
+        if not isinstance(a, Tensor) or a.ndim == 0 or len(a) != count:
+            what = f"a tensor {list(a.shape)}" if isinstance(a, Tensor) else type(a).__name__
+            raise ValueError(
+                f"with batch=True args are tensors with the {count} fits on their first axis, and args[{k}] is {what}: "
+                "let fun read what all fits share from outside"
+            )
+
+
+def _spread(value: Any, what: str, default: float, residuals: ResidualFunction, x: Tensor) -> Tensor:
+    """A number, or unknowns as x0 (of one fit or of all), as [b n]."""
+
+    def full(v: Any, like: Tensor, name: str) -> Tensor:
+        t = torch.as_tensor(v, dtype=x.dtype, device=x.device)
+        try:
+            return t.expand(like.shape)
+        except RuntimeError:
+            raise ValueError(f"{what} of {name} is {list(t.shape)}, and the unknown {list(like.shape)}") from None
+
+    like = residuals.like
+    if isinstance(like, Mapping):
+        if isinstance(value, Mapping):
+            if unknown := sorted(value.keys() - like.keys()):
+                raise ValueError(f"{what} names {', '.join(unknown)}, which are not in x0")
+            return residuals.flatten({name: full(value.get(name, default), p, name) for name, p in like.items()})
+        return residuals.flatten({name: full(value, p, name) for name, p in like.items()})
+    return residuals.flatten(full(value, like, "x0"))
+
+
+def _box(bounds: Any, residuals: ResidualFunction, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    if bounds is None:
+        return None, None
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise TypeError("bounds is a pair (lower, upper), each a number or as x0; ±inf where there is no bound")
+    lower = _spread(-math.inf if bounds[0] is None else bounds[0], "the lower bound", -math.inf, residuals, x)
+    upper = _spread(math.inf if bounds[1] is None else bounds[1], "the upper bound", math.inf, residuals, x)
+    if bool((lower.isnan() | upper.isnan()).any()):
+        raise NonFiniteError("a bound is NaN: use ±inf where there is none")
+    if not bool((lower < upper).all()):
+        raise ValueError("every lower bound must be below its upper bound: leave a fixed unknown out of x0")
+    outside = (x < lower) | (x > upper)
+    if bool(outside.any()):
+        indices = sorted(set(outside.nonzero()[:, 1].tolist()))
+        raise ValueError(f"x0 is outside of the bounds in the unknowns {indices}: start inside")
+    if bool((lower == -math.inf).all()) and bool((upper == math.inf).all()):
+        return None, None
+    return lower, upper
+
+
+def _scale(x_scale: Any, residuals: ResidualFunction, x: Tensor) -> Tensor | None:
+    if isinstance(x_scale, str):
+        if x_scale != "jac":
+            raise ValueError(f'x_scale is "jac", or positive numbers as x0, got {x_scale!r}')
+        return None
+    scale = _spread(x_scale, "x_scale", 1.0, residuals, x)
+    if not bool(((scale > 0) & (scale < math.inf)).all()):
+        raise ValueError("x_scale must be positive and finite")
+    return 1 / scale
+
+
+def _tolerance(value: float | None, name: str, eps: float) -> float:
+    """Not below what rounding leaves."""
+    if value is None:
+        return eps if name == "gtol" else 0.0
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be a number in [0, 1), or None, got {value}")
+    return max(value, 2 * eps)
+
+
+def _count(max_nfev: int) -> int:
+    if max_nfev < 1:
+        raise ValueError(f"max_nfev must be at least 1, got {max_nfev}")
+    return max_nfev
+
+
+def _say_accuracy(result: FitResult, eps: float) -> None:
+    """In float32 the tolerances are not reached: say once what is."""
+    norms = torch.linalg.vector_norm(result.jac, dim=-2, keepdim=True)
+    s = torch.linalg.svdvals(result.jac / torch.where(norms > 0, norms, 1.0))
+    digits = float((eps * s[..., 0] / s[..., -1].clamp(min=eps)).median())
+    _logger.log_once(
+        logging.WARNING,
+        "least_squares in float32 finds x to about %.0e of its size here, not to 1e-08: give x0 and data in float64",
+        min(digits, 1.0),
+    )

@@ -1,0 +1,312 @@
+"""Levenberg–Marquardt steps in a trust region, for one small least-squares problem or many beside each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.least_squares.choice import Number, Truth, anywhere, column, greatest, least, negated, select
+from natgrad.least_squares.losses import RobustLoss
+from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.linalg import TriangularLeastSquares
+
+RUNNING, NOT_FINITE = -1, -2
+EVALUATIONS, GTOL, FTOL, XTOL, FTOL_XTOL = 0, 1, 2, 3, 4  # why a fit has stopped, as SciPy counts
+
+_CLOSE = 0.1  # relative error of ‖Dδ‖ = radius
+_NEWTON = 10  # steps for λ
+_LEAST_RATIO = 1e-4  # least ratio of actual to predicted decrease of a step that is taken
+_FALLS = 0.9  # of the last offset: a settled fit goes on while its offset falls so
+_PATIENCE = 10
+_NOISE = 8  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
+_RUNNING_SHARE = 0.75  # of the fits, below which those that have stopped are put aside
+
+
+@final
+@dataclass(frozen=True)
+class Rules:
+    """When to stop, the box, and the scale of the unknowns."""
+
+    ftol: float
+    xtol: float
+    gtol: float
+    evaluations: int
+    lower: Tensor | None = None  # [b n]
+    upper: Tensor | None = None
+    D: Tensor | None = None  # [b n]; None: the norms of the columns of J, the largest so far
+
+    def of(self, rows: Tensor) -> Rules:
+        tensors = {name: getattr(self, name) for name in ("lower", "upper", "D")}
+        return replace(self, **{name: t[rows] for name, t in tensors.items() if t is not None})
+
+
+@final
+@dataclass
+class Fits:
+    """Where the fits are: tensors with b fits on the first axis, and for each fit numbers."""
+
+    x: Tensor  # [b n]
+    f: Tensor  # residuals [b m]
+    D: Tensor  # scale of the unknowns [b n]: the trust region is ‖Dδ‖ ≤ radius
+    cost: Number
+    J: Tensor = field(default_factory=lambda: torch.empty(0))  # [b m n] where it was last computed
+    radius: Number = 0.0
+    λ: Number = 0.0
+    offset: Number = torch.inf  # ‖QQᵀf‖/‖f‖ for J = QR: the cosine between the residuals and the tangent space
+    settled: Number = 0  # the rule FTOL, XTOL or both that a step has met
+    stalled: Number = 0  # steps since then in which the offset did not fall; full ones count _PATIENCE
+    status: Number = RUNNING
+    evaluations: Number = 1
+    shortened: Number = 0  # how many trial steps had residuals that are not finite
+
+    @staticmethod
+    def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
+        f = residuals(x)
+        fits = Fits(x=x, f=f, D=torch.zeros_like(x) if rules.D is None else rules.D, cost=loss.cost(f))
+        if len(x) == 1:
+            fits.cost = float(fits.cost)
+            return fits
+        for name in ("radius", "λ", "offset", "settled", "stalled", "status", "evaluations", "shortened"):
+            value = getattr(fits, name)
+            dtype = x.dtype if isinstance(value, float) else torch.int64
+            setattr(fits, name, torch.full((len(x),), value, dtype=dtype, device=x.device))
+        return fits
+
+    def of(self, rows: Tensor) -> Fits:
+        """Some of the fits."""
+        return Fits(**{entry.name: getattr(self, entry.name)[rows] for entry in fields(self)})
+
+    def put(self, rows: Tensor, others: Fits) -> None:
+        """Write these fits into those rows."""
+        for entry in fields(self):
+            getattr(self, entry.name)[rows] = getattr(others, entry.name)
+
+    def stop(self, where: Truth, status: Number) -> None:
+        self.status = select(where & (self.status == RUNNING), status, self.status)
+
+    def number(self, t: Tensor) -> Number:
+        """A tensor [b], or the number in it, if there is one fit."""
+        return t if isinstance(self.status, Tensor) else float(t)
+
+    def norm(self, t: Tensor) -> Number:
+        """‖t‖ of t [b *]."""
+        return torch.linalg.vector_norm(t, dim=-1) if isinstance(self.status, Tensor) else math.hypot(*t[0].tolist())
+
+
+def minimise(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
+    """Minimise the cost of every fit from x [b n] (Moré 1978): δ minimises ‖Jδ + f‖ where ‖Dδ‖ ≤ radius.
+
+    With bounds δ stays in the box: unknowns at a bound that the gradient pushes against are held, those that a step
+    would take beyond a bound are put on it, and the others solved for again (Bertsekas 1982).
+
+    A step that meets ftol or xtol settles a fit. As long as its offset falls, a settled fit goes on, to gtol: near a
+    minimum the cost is flat to half of the digits, and the offset is not.
+    """
+    fits = whole = Fits.start(residuals, x, loss, rules)
+    rows = torch.arange(len(x), device=x.device)
+    every, limits = residuals, rules
+    fits.stop(negated(fits.cost < torch.inf), NOT_FINITE)
+    first = moved = True
+    while True:
+        if moved:
+            model = Linearised.of(residuals, fits, loss, rules, first)
+            offset = model.tangent / select(fits.cost > 0, 2 * fits.cost, 1.0) ** 0.5
+            fits.stop(offset <= rules.gtol, GTOL)
+            # A step that the region has limited says little about the end of a valley
+            stalls = (fits.settled > 0) & negated(offset <= _FALLS * fits.offset)
+            fits.stalled = fits.stalled + select(stalls, select(fits.λ > 0, 1, _PATIENCE), 0)
+            fits.stop(fits.stalled >= _PATIENCE, fits.settled)
+            fits.stop(offset != offset, NOT_FINITE)
+            fits.offset = offset
+        fits.stop(fits.evaluations >= rules.evaluations, EVALUATIONS)
+        if not isinstance(fits.status, Tensor):
+            if fits.status != RUNNING:
+                return fits
+        else:
+            running = fits.status == RUNNING
+            left = int(running.sum())
+            if left < _RUNNING_SHARE * len(rows) or not left:
+                if fits is not whole:
+                    whole.put(rows, fits)
+                if not left:
+                    return whole
+                rows, model = rows[running], model.of_rows(running)
+                fits, residuals, rules = whole.of(rows), every.of(rows), limits.of(rows)
+        if first:
+            fits.radius = select(model.size > 0, model.size, model.unit)
+        moved = _step(residuals, fits, model, loss, rules, first)
+        first = False
+
+
+def _step(
+    residuals: ResidualFunction, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, first: bool
+) -> bool:
+    """Try one step of every fit, and return whether one was taken."""
+    p, norm, fits.λ, slope, bend = model.within(fits)
+    if rules.lower is None:
+        trial = fits.x + p / fits.D
+    else:
+        p, trial = model.in_box(p, fits, rules)
+        pushed = (model.problem.R @ p.unsqueeze(-1)).squeeze(-1)
+        norm, slope, bend = fits.norm(p), -fits.number((pushed * model.problem.z).sum(-1)), fits.norm(pushed) ** 2
+    predicted = slope - 0.5 * bend
+    f = residuals(trial)
+    actual = fits.number(loss.decrease(fits.f, f))
+    finite = abs(actual) < torch.inf
+    actual = select(finite, actual, -torch.inf)
+
+    small = rules.ftol * fits.cost
+    by_f = (predicted <= small) & (abs(actual) <= small)
+    by_x = norm <= rules.xtol * (model.size + rules.xtol * model.unit)
+    met = select(by_f & by_x, FTOL_XTOL, select(by_f, FTOL, select(by_x, XTOL, 0)))
+    fits.settled = select(fits.settled > 0, fits.settled, met)
+
+    running = fits.status == RUNNING
+    ratio = actual / greatest(predicted, torch.finfo(p.dtype).tiny)
+    length = (2 * fits.cost) ** 0.5  # of the residuals, which are differences of terms of the size ‖Dx‖ or less
+    rounding = _NOISE * torch.finfo(p.dtype).eps * length * (length + model.size)
+    taken = running & ((ratio > _LEAST_RATIO) | ((fits.settled > 0) & (actual >= -rounding)))
+    fits.evaluations = fits.evaluations + running
+    fits.shortened = fits.shortened + (running & negated(finite))
+    fits.stop(negated(taken) & (fits.settled > 0), fits.settled)
+
+    # The parabola through the slope and the two costs has its minimum at this share of the step
+    shrink = select(actual < 0, greatest(0.1, least(0.5, 0.5 * slope / (slope - actual))), 0.5)
+    radius = least(fits.radius, norm) if first else fits.radius
+    poor, good = ratio <= 0.25, (ratio >= 0.75) | (fits.λ == 0)
+    fits.radius = select(poor, shrink * least(radius, 10 * norm), select(good, 2 * norm, radius))
+    fits.λ = select(poor, fits.λ / shrink, select(good, 0.5 * fits.λ, fits.λ))
+    if not anywhere(taken):
+        return False
+    if isinstance(taken, Tensor) and bool(taken.all()):
+        taken = True
+    fits.x, fits.f = select(taken, trial, fits.x), select(taken, f, fits.f)
+    fits.cost = fits.number(loss.cost(fits.f))
+    return True
+
+
+@final
+@dataclass(frozen=True)
+class Linearised:
+    """min ‖J D⁻¹p + f‖ at x, over the free unknowns, as ‖Rp + z‖."""
+
+    problem: TriangularLeastSquares
+    free: Tensor | None  # the unknowns that are not at a bound that the gradient pushes against [b n]
+    gauss_newton: Tensor  # its minimum [b n]; not finite where R is singular
+    tangent: Number  # ‖QQᵀf‖
+    size: Number  # ‖Dx‖
+    unit: Number  # ‖D‖
+
+    @staticmethod
+    def of(residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, first: bool) -> Linearised:
+        fits.J = residuals.jacobian(fits.x, fits.f)
+        f, J = loss.weighted(fits.f, fits.J)
+        QR = TriangularLeastSquares.of(J, f)
+        if rules.D is None:
+            fits.D = torch.maximum(fits.D, torch.linalg.vector_norm(QR.R, dim=-2))  # that of the columns of J
+            if first:
+                fits.D = torch.where(fits.D > 0, fits.D, 1.0)
+        problem = TriangularLeastSquares(QR.R / fits.D.unsqueeze(-2), QR.z)
+        size, unit = fits.norm(fits.D * fits.x), fits.norm(fits.D)
+        m, n = J.shape[-2:]
+        if rules.lower is None or rules.upper is None:
+            step = problem.undamped() if m >= n else torch.full_like(fits.x, torch.inf)
+            return Linearised(problem, None, step, fits.norm(problem.z), size, unit)
+        g = (problem.R.mT @ problem.z.unsqueeze(-1)).squeeze(-1)
+        free = ~(((fits.x <= rules.lower) & (g > 0)) | ((fits.x >= rules.upper) & (g < 0)))
+        held = _held(problem, free)
+        least_damped = held.damped(torch.where(free, n * torch.finfo(J.dtype).eps, 1.0))
+        return Linearised(held, free, least_damped.step, fits.norm(least_damped.y), size, unit)
+
+    def of_rows(self, rows: Tensor) -> Linearised:
+        """Those of some of the fits."""
+        return Linearised(
+            TriangularLeastSquares(self.problem.R[rows], self.problem.z[rows]),
+            None if self.free is None else self.free[rows],
+            *(t[rows] for t in (self.gauss_newton, self.tangent, self.size, self.unit)),
+        )
+
+    def within(self, fits: Fits) -> tuple[Tensor, Number, Number, Number, Number]:
+        """p = −(RᵀR + λ)⁻¹Rᵀz with ‖p‖ ≤ radius, its norm, λ, −⟨z, Rp⟩ and ‖Rp‖²."""
+        p = self.gauss_newton
+        norm = fits.norm(p)
+        outside = negated(norm <= (1 + _CLOSE) * fits.radius)
+        if not anywhere(outside):
+            return p, norm, 0.0 * norm, self.tangent**2, self.tangent**2
+        R, z = self.problem.R, self.problem.z
+        if not isinstance(outside, Tensor):
+            return _on_sphere(R, z, fits.radius, fits.λ)
+        rows = outside.nonzero().squeeze(-1)
+        inside = p, norm, torch.zeros_like(norm), self.tangent**2, self.tangent**2
+        limited = _on_sphere(R[rows], z[rows], fits.radius[rows], fits.λ[rows])
+        return tuple(a.index_copy(0, rows, b) for a, b in zip(inside, limited, strict=True))
+
+    def in_box(self, p: Tensor, fits: Fits, rules: Rules) -> tuple[Tensor, Tensor]:
+        """The step in the box, and where it leads."""
+        assert rules.lower is not None
+        assert rules.upper is not None
+        assert self.free is not None
+        low, high = (rules.lower - fits.x) * fits.D, (rules.upper - fits.x) * fits.D
+        root, free = column(greatest(fits.λ**0.5, p.shape[-1] * torch.finfo(p.dtype).eps)), self.free
+        R, z = self.problem.R, self.problem.z
+        for _ in range(p.shape[-1]):
+            put = torch.minimum(torch.maximum(p, low), high)
+            if bool((put == p).all()):
+                break
+            free = free & (put == p)
+            held = torch.where(free, 0.0, put)
+            rest = TriangularLeastSquares(R * free.unsqueeze(-2), z + (R @ held.unsqueeze(-1)).squeeze(-1))
+            p = torch.where(free, rest.damped(torch.where(free, root, 1.0)).step, held)
+        p = torch.minimum(torch.maximum(p, low), high)
+        trial = torch.where(p <= low, rules.lower, torch.where(p >= high, rules.upper, fits.x + p / fits.D))
+        return p, torch.minimum(torch.maximum(trial, rules.lower), rules.upper)
+
+
+def _held(problem: TriangularLeastSquares, free: Tensor) -> TriangularLeastSquares:
+    return TriangularLeastSquares(problem.R * free.unsqueeze(-2), problem.z)
+
+
+def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor, Number, Number, Number, Number]:
+    """As ``within``, with ‖p‖ = radius, or with the shortest minimum if that is shorter, and λ = 0.
+
+    Newton steps for 1/‖p(λ)‖ = 1/radius (Moré 1978). They cost nothing with the singular values s of R.
+    """
+    U, s, Vt = torch.linalg.svd(R, full_matrices=False)
+    s = torch.where(s > R.shape[-1] * torch.finfo(R.dtype).eps * s[..., :1], s, 0.0)
+    c = s * (z.unsqueeze(-2) @ U).squeeze(-2)
+    single = not isinstance(radius, Tensor)
+    squares = [a * a for a in (s[0].tolist() if single else s.unbind(-1))]
+    loads = c[0].tolist() if single else c.unbind(-1)
+
+    def length(λ: Number) -> tuple[Number, Number]:
+        """‖p(λ)‖ and its derivative."""
+        square, slope = 0.0 * λ, 0.0 * λ
+        for a, b in zip(squares, loads, strict=True):
+            a = select(a > 0, a + λ, 1.0)  # where s is zero, so is c
+            square, slope = square + (b / a) ** 2, slope - b * b / a**3
+        norm = square**0.5
+        return norm, slope / select(norm > 0, norm, 1.0)
+
+    norm, slope = length(0.0 * radius)
+    outside = norm > (1 + _CLOSE) * radius
+    low = select(outside, (radius - norm) / select(slope < 0, slope, -1.0), 0.0 * radius)
+    high = sum(b * b for b in loads) ** 0.5 / radius
+    λ = select((λ > low) & (λ < high), λ, greatest(1e-3 * high, (low * high) ** 0.5))
+    λ = select(outside, λ, 0.0 * radius)
+    for _ in range(_NEWTON):
+        norm, slope = length(λ)
+        far = outside & (abs(norm - radius) > _CLOSE * radius)
+        if not anywhere(far):
+            break
+        newton = (norm - radius) / select(slope < 0, slope, -1.0)
+        high = select(norm < radius, least(high, λ), high)
+        low = greatest(low, λ - newton)
+        λ = select(far, least(greatest(λ - norm / radius * newton, low), high), λ)
+    t = c / torch.where(s > 0, s * s + column(λ), 1.0)
+    drop = sum(b * b / select(a > 0, a + λ, 1.0) for a, b in zip(squares, loads, strict=True))
+    bend = sum(a * (b / select(a > 0, a + λ, 1.0)) ** 2 for a, b in zip(squares, loads, strict=True))
+    return -(t.unsqueeze(-2) @ Vt).squeeze(-2), norm, λ, drop, bend

@@ -1,0 +1,362 @@
+"""``ng.least_squares``: certified values of NIST, the problems of MINPACK, SciPy's minima with bounds and losses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from benchmarks.least_squares import Problem
+from natgrad.errors import NonFiniteError, SingularMetricError
+from tests.least_squares.minpack import PROBLEMS
+
+NIST = [
+    Problem(**{**row, "starts": tuple(row["starts"])})
+    for row in json.loads(Path(__file__).with_name("nist.json").read_text())
+]
+TIMES = torch.linspace(0, 4, 12, dtype=torch.float64)
+DATA = 3 * torch.exp(-0.7 * TIMES) + 0.1 * torch.sin(9 * TIMES)
+
+
+def decay(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    return x[0] * torch.exp(-x[1] * t) - y
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("start", [1, 2])
+@pytest.mark.parametrize("problem", NIST, ids=lambda problem: problem.name)
+def test_nist_certifies_the_values_and_their_standard_errors(problem: Problem, start: int) -> None:
+    fit = ng.least_squares(problem.residuals(), torch.tensor(problem.starts[start - 1], dtype=torch.float64))
+    assert fit.success
+    assert problem.digits(fit.x.tolist(), problem.certified) > 7.5
+    exact = problem.name == "Lanczos1"  # residuals of 1e-13 are rounding, and so is their standard deviation
+    assert problem.digits(fit.standard_errors.tolist(), problem.deviations) > (2 if exact else 6)
+
+
+@pytest.mark.parametrize("problem", [p for p in NIST if p.name in ("Misra1c", "Eckerle4", "MGH09", "Thurber")])
+def test_tight_tolerances_reach_what_double_precision_allows(problem: Problem) -> None:
+    x0 = torch.tensor(problem.starts[1], dtype=torch.float64)
+    fit = ng.least_squares(problem.residuals(), x0, ftol=1e-15, xtol=1e-15, gtol=1e-12)
+    assert problem.digits(fit.x.tolist(), problem.certified) > 9.9
+    assert problem.digits(fit.standard_errors.tolist(), problem.deviations) > 9
+
+
+@pytest.mark.parametrize("name", list(PROBLEMS))
+def test_the_problems_of_minpack_end_at_a_known_minimum(name: str) -> None:
+    problem = PROBLEMS[name]
+    fit = ng.least_squares(problem.fun, problem.x0)
+    assert fit.success, fit.message
+    assert any(2 * float(fit.cost) == pytest.approx(s, rel=1e-4, abs=1e-16) for s in problem.minima), float(fit.cost)
+
+
+def test_the_result_has_what_scipy_has() -> None:
+    fit = ng.least_squares(decay, ones(2), (TIMES, DATA))
+    beside = scipy.optimize.least_squares(
+        lambda x: x[0] * np.exp(-x[1] * TIMES.numpy()) - DATA.numpy(), np.ones(2), ftol=1e-14, xtol=1e-14, gtol=1e-14
+    )
+    np.testing.assert_allclose(fit.x, beside.x, rtol=1e-7)
+    np.testing.assert_allclose(fit.cost, beside.cost, rtol=1e-12)
+    np.testing.assert_allclose(fit.fun, beside.fun, atol=1e-6)
+    np.testing.assert_allclose(fit.jac, beside.jac, atol=1e-5)
+    assert float(fit.optimality) == float(fit.grad.abs().max()) < 1e-6
+    assert (fit.status, fit.success) == (1, True)
+    assert fit.message.startswith("gtol: ")
+    assert repr(fit).startswith("FitResult(cost 0.0")
+    J = fit.jac
+    expected = 2 * fit.cost / 10 * torch.linalg.inv(J.T @ J)
+    torch.testing.assert_close(fit.covariance, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(fit.standard_errors, expected.diagonal().sqrt(), rtol=1e-9, atol=0)
+
+
+def test_unknowns_may_be_a_dict_of_tensors_of_any_shape_and_residuals_too() -> None:
+    basis = torch.stack([TIMES**k for k in range(4)])
+    target = torch.stack([DATA, DATA.square()])
+
+    def fun(p: dict[str, Tensor]) -> Tensor:
+        return (p["weights"] @ basis) * torch.exp(-p["rate"] * TIMES) - target
+
+    fit = ng.least_squares(fun, {"weights": ones(2, 4), "rate": torch.tensor(0.5, dtype=torch.float64)})
+    assert isinstance(fit.x, dict)
+    assert {name: tuple(t.shape) for name, t in fit.x.items()} == {"weights": (2, 4), "rate": ()}
+    assert fit.success
+    assert fit.fun.shape == (2, 12)
+    assert fit.jac.shape == (24, 9)
+    torch.testing.assert_close(fit.fun, fun(fit.x))
+    flat = ng.least_squares(
+        lambda x: fun({"weights": x[:8].view(2, 4), "rate": x[8]}), torch.cat([ones(8), 0.5 * ones(1)])
+    )
+    torch.testing.assert_close(fit.x["weights"].flatten(), flat.x[:8], rtol=1e-6, atol=1e-8)
+
+
+SCALAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "by copies": lambda x: x[0] * torch.exp(-x[1] * TIMES) - DATA,
+    "a mean of the unknowns": lambda x: x.mean() * TIMES + x.square().sum() - DATA,
+    "a matrix product": lambda x: torch.stack([TIMES, TIMES**2], 1) @ x**3 - DATA,
+    "a switch": lambda x: torch.where(x.norm() > 1.9, x[0] * TIMES**2, x[0] * TIMES) + x[1] - DATA,
+    "a Python branch": lambda x: (x[0] if float(x.detach().flatten()[0]) > 0 else x[0] ** 2) * TIMES + x[1] - DATA,
+    "as many rows": lambda x: torch.cat([x[0] * TIMES - DATA, x[1] - x]),
+}
+
+
+@pytest.mark.parametrize("name", list(SCALAR))
+def test_the_jacobian_is_right_however_it_is_computed(name: str) -> None:
+    fun = SCALAR[name]
+    for _ in range(2):  # also when the function is known
+        fit = ng.least_squares(fun, ones(2))
+        torch.testing.assert_close(fit.jac, torch.autograd.functional.jacobian(fun, fit.x), rtol=1e-9, atol=1e-12)
+        gradient = torch.func.grad(lambda x: 0.5 * fun(x).square().sum())(fit.x)
+        jumps = name == "a switch"  # and the fit ends there
+        assert jumps or float(gradient.abs().max()) < 1e-3 * max(1, float(fit.cost))
+
+
+@pytest.mark.parametrize("loss", ["linear", "soft_l1", "huber", "cauchy", "arctan"])
+@pytest.mark.parametrize("bounds", [None, ([2.5, 0.8], [4.0, 2.0]), ([-math.inf, 0.75], [2.9, math.inf])])
+def test_losses_and_bounds_have_the_minima_of_scipy(loss: str, bounds: Any) -> None:
+    data = DATA.clone()
+    data[3] += 5  # an outlier
+    x0 = torch.tensor([2.7, 0.9], dtype=torch.float64)
+    box = None if bounds is None else (torch.tensor(bounds[0]), torch.tensor(bounds[1]))
+    fit = ng.least_squares(decay, x0, (TIMES, data), loss=loss, f_scale=0.1, bounds=box)
+    tight: Any = {"ftol": 1e-14, "xtol": 1e-14, "gtol": 1e-14}
+    beside = scipy.optimize.least_squares(
+        lambda x: x[0] * np.exp(-x[1] * TIMES.numpy()) - data.numpy(),
+        x0.numpy(),
+        loss=loss,
+        f_scale=0.1,
+        bounds=(-np.inf, np.inf) if bounds is None else bounds,
+        **tight,
+    )
+    np.testing.assert_allclose(fit.cost, beside.cost, rtol=1e-6)
+    np.testing.assert_allclose(fit.x, beside.x, rtol=1e-3)
+    assert float(fit.optimality) < 1e-5
+    np.testing.assert_array_equal(fit.active, beside.active_mask)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_linear_problems_in_a_box_end_where_scipy_does(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    A, y = generator.standard_normal((12, 6)), generator.standard_normal(12)
+    low, high = -generator.random(6) * 0.2, generator.random(6) * 0.2
+    beside = scipy.optimize.lsq_linear(A, y, (low, high), method="bvls", tol=1e-14)
+    M, t = torch.tensor(A), torch.tensor(y)
+    fit = ng.least_squares(
+        lambda x: M @ x - t, torch.zeros(6, dtype=torch.float64), bounds=(torch.tensor(low), torch.tensor(high))
+    )
+    np.testing.assert_allclose(fit.x, beside.x, atol=1e-9)
+    assert fit.nfev < 15
+
+
+def test_a_box_moves_the_minimum_of_rosenbrock_to_its_edge() -> None:
+    def fun(x: Tensor) -> Tensor:
+        return torch.stack([10 * (x[1] - x[0] ** 2), 1 - x[0]])
+
+    fit = ng.least_squares(fun, torch.tensor([-1.2, 2.0], dtype=torch.float64), bounds=(None, (math.inf, 2.0)))
+    torch.testing.assert_close(fit.x, ones(2), rtol=1e-8, atol=0)
+    edge = ng.least_squares(fun, 2 * ones(2), bounds=([-math.inf, 1.5], math.inf))
+    assert float(edge.x[1]) == 1.5
+    assert edge.active.tolist() == [0, -1]
+    a = float(edge.x[0])
+    assert 200 * a * (a**2 - 1.5) + (a - 1) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "soft_l1", "f_scale": 0.1}, {"bounds": (0.0, [10.0, 0.75])}])
+def test_many_fits_in_one_call_are_the_fits_one_by_one(options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = DATA * (0.5 + torch.rand(40, 1, dtype=torch.float64, generator=generator))
+    data += 0.05 * torch.randn(40, 12, dtype=torch.float64, generator=generator)
+    x0 = 0.1 + 0.6 * torch.rand(40, 2, dtype=torch.float64, generator=generator)
+    fit = ng.least_squares(lambda x, y: decay(x, TIMES, y), x0, (data,), batch=True, **options)
+    assert fit.x.shape == (40, 2)
+    assert fit.fun.shape == (40, 12)
+    assert fit.covariance.shape == (40, 2, 2)
+    assert bool(torch.as_tensor(fit.success).all())
+    assert fit.message.startswith("40 fits by gtol")
+    for k in range(0, 40, 7):
+        alone = ng.least_squares(decay, x0[k], (TIMES, data[k]), **options)
+        torch.testing.assert_close(fit.x[k], alone.x, rtol=1e-7, atol=0)
+        torch.testing.assert_close(fit.covariance[k], alone.covariance, rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(fit.cost[k], alone.cost, rtol=1e-10, atol=0)
+
+
+def test_a_fit_that_fails_leaves_the_others_of_its_batch_alone() -> None:
+    data = torch.stack([DATA, DATA * math.nan, 2 * DATA])
+    fit = ng.least_squares(lambda x, y: decay(x, TIMES, y), ones(3, 2), (data,), batch=True)
+    assert torch.as_tensor(fit.status).tolist() == [1, -2, 1]
+    assert torch.as_tensor(fit.success).tolist() == [True, False, True]
+    assert "1 fits by NaN or infinity" in fit.message
+    torch.testing.assert_close(fit.x[2], fit.x[0] * torch.tensor([2.0, 1.0], dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "cauchy", "f_scale": 0.3}, {"bounds": (0.0, [10.0, 0.65])}])
+def test_the_solution_is_differentiable_in_the_arguments(options: dict[str, Any]) -> None:
+    def solution(t: Tensor, y: Tensor) -> Any:
+        return ng.least_squares(decay, ones(2) * 0.5, (t, y), gtol=1e-12, **options).x
+
+    inputs = (TIMES.clone().requires_grad_(), DATA.clone().requires_grad_())
+    assert torch.autograd.gradcheck(solution, inputs, atol=1e-6)
+
+
+def test_the_solutions_of_a_batch_are_differentiable() -> None:
+    data = torch.stack([DATA, 2 * DATA.square()]).requires_grad_()
+
+    def solution(y: Tensor) -> Any:
+        fun = lambda x, y: decay(x, TIMES, y)  # noqa: E731
+        return ng.least_squares(fun, ones(2, 2), (y,), batch=True, gtol=1e-12).x
+
+    assert torch.autograd.gradcheck(solution, (data,), atol=1e-6)
+
+
+def test_a_minimum_that_is_not_isolated_has_no_derivative() -> None:
+    y = DATA.clone().requires_grad_()
+    with pytest.raises(SingularMetricError, match="singular or indefinite, so that x has no derivative"):
+        ng.least_squares(lambda x, y: (x[0] + x[1]) * TIMES - y, ones(2), (y,))
+
+
+def test_a_step_to_where_residuals_are_not_finite_is_shortened() -> None:
+    fit = ng.least_squares(lambda x: torch.log(x) + torch.arange(3, dtype=torch.float64), 5 * ones(3))
+    torch.testing.assert_close(fit.x, torch.exp(-torch.arange(3, dtype=torch.float64)), rtol=1e-8, atol=0)
+    assert fit.shortened > 0
+    assert "trial steps led to residuals that are not finite, and were shortened" in fit.message
+
+
+def test_more_unknowns_than_residuals_have_a_solution_and_no_covariance() -> None:
+    fit = ng.least_squares(lambda x: (x * torch.arange(1.0, 6.0, dtype=torch.float64)).sum().view(1) - 3, ones(5))
+    assert fit.success
+    assert float(fit.cost) < 1e-20
+    assert bool((fit.covariance == math.inf).all())
+    assert "rank 1 of 5: x is not unique" in fit.message
+
+
+def test_a_jacobian_without_full_rank_is_said_and_the_minimum_found() -> None:
+    fit = ng.least_squares(lambda x: (x[0] + x[1]) * TIMES + 0 * x[2] - DATA, torch.tensor([5.0, -1.0, 2.0]).double())
+    best = float(TIMES @ DATA / (TIMES @ TIMES))
+    assert float(fit.x[0] + fit.x[1]) == pytest.approx(best, rel=1e-9)
+    assert float(fit.x[2]) == 2.0
+    assert fit.rank == 1
+    assert "the Jacobian has rank 1 of 3" in fit.message
+    assert bool((fit.covariance == math.inf).all())
+
+
+def test_the_number_of_evaluations_is_kept_and_said() -> None:
+    calls = []
+
+    def fun(x: Tensor) -> Tensor:
+        calls.append(1)
+        return decay(x, TIMES, DATA)
+
+    fit = ng.least_squares(fun, ones(2), max_nfev=3)
+    assert (fit.nfev, fit.status, fit.success) == (3, 0, False)
+    assert fit.message.startswith("max_nfev")
+
+
+def test_every_rule_can_stop_a_fit_and_names_itself() -> None:
+    off: dict[str, Any] = {"ftol": None, "xtol": None, "gtol": None}
+    by = {
+        name: ng.least_squares(decay, ones(2), (TIMES, DATA), **off | {name: 1e-6}) for name in ("ftol", "xtol", "gtol")
+    }
+    assert {name: fit.message.split(":")[0] for name, fit in by.items()} == {name: name for name in by}
+    assert {name: fit.status for name, fit in by.items()} == {"ftol": 2, "xtol": 3, "gtol": 1}
+
+
+def test_single_precision_is_said_once_with_what_is_reached(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        for _ in range(2):
+            fit = ng.least_squares(decay, torch.ones(2), (TIMES.float(), DATA.float()))
+    assert fit.success
+    exact = ng.least_squares(decay, ones(2), (TIMES, DATA))
+    torch.testing.assert_close(fit.x.double(), exact.x, rtol=1e-4, atol=0)
+    assert [r.message.split(" here")[0] for r in caplog.records if "float32" in r.message] in (
+        [],  # said before, in another test
+        ["least_squares in float32 finds x to about 2e-07 of its size"],
+    )
+
+
+def test_numbers_are_unknowns_in_double_precision() -> None:
+    fit = ng.least_squares(decay, [1, 1], (TIMES, DATA))
+    assert fit.x.dtype == torch.float64
+
+
+def test_a_fit_leaves_gradients_and_the_random_stream_alone() -> None:
+    weight = ones(1).requires_grad_()
+    x0 = ones(2).requires_grad_()
+    state = torch.get_rng_state()
+    fit = ng.least_squares(lambda x: decay(x, TIMES, DATA) * weight, x0)
+    assert weight.grad is None
+    assert x0.grad is None
+    assert not fit.x.requires_grad
+    assert not fit.fun.requires_grad
+    assert torch.equal(state, torch.get_rng_state())
+
+
+BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "not a tensor": (TypeError, "must return a tensor of residuals", lambda: ng.least_squares(len, ones(2))),  # type: ignore[arg-type]
+    "no residuals": (ValueError, "no residuals", lambda: ng.least_squares(lambda x: x[:0], ones(2))),
+    "two precisions": (
+        TypeError,
+        "residuals of torch.float64 for unknowns of torch.float32",
+        lambda: ng.least_squares(lambda x: x.double(), torch.ones(2)),
+    ),
+    "NaN at x0": (NonFiniteError, "2 of 2 residuals at x0", lambda: ng.least_squares(lambda x: x.log(), -ones(2))),
+    "no derivative": (
+        NonFiniteError,
+        r"Jacobian of the residuals is NaN or infinite .* in the unknowns \[0\]",
+        lambda: ng.least_squares(lambda x: torch.stack([x[0].sqrt(), x[1]]) - 1, torch.tensor([0.0, 1.0]).double()),
+    ),
+    "args": (TypeError, r"args must be a tuple .* write \(data,\)", lambda: ng.least_squares(decay, ones(2), TIMES)),  # type: ignore[arg-type]
+    "loss": (ValueError, "loss is one of 'linear', 'soft_l1'", lambda: ng.least_squares(decay, ones(2), loss="l1")),
+    "f_scale": (ValueError, "f_scale must be positive", lambda: ng.least_squares(decay, ones(2), f_scale=0.0)),
+    "x_scale": (ValueError, "x_scale is", lambda: ng.least_squares(decay, ones(2), x_scale="x")),
+    "no rules": (
+        ValueError,
+        "one of ftol, xtol and gtol",
+        lambda: ng.least_squares(decay, ones(2), (TIMES, DATA), ftol=None, xtol=None, gtol=None),
+    ),
+    "negative": (ValueError, r"ftol must be a number in \[0, 1\)", lambda: ng.least_squares(decay, ones(2), ftol=-1.0)),
+    "max_nfev": (ValueError, "max_nfev must be at least 1", lambda: ng.least_squares(decay, ones(2), max_nfev=0)),
+    "outside": (
+        ValueError,
+        r"x0 is outside of the bounds in the unknowns \[1\]",
+        lambda: ng.least_squares(decay, ones(2), bounds=(0, [2, 0.5])),
+    ),
+    "empty box": (ValueError, "below its upper bound", lambda: ng.least_squares(decay, ones(2), bounds=(1, 1))),
+    "bounds": (TypeError, r"bounds is a pair \(lower, upper\)", lambda: ng.least_squares(decay, ones(2), bounds=3)),  # type: ignore[arg-type]
+    "shape of a bound": (
+        ValueError,
+        r"the lower bound of x0 is \[3\], and the unknown \[2\]",
+        lambda: ng.least_squares(decay, ones(2), bounds=([0, 0, 0], 2)),
+    ),
+    "name of a bound": (
+        ValueError,
+        "the lower bound names b, which are not in x0",
+        lambda: ng.least_squares(lambda p: p["a"], {"a": ones(2)}, bounds=({"b": 0}, 3)),
+    ),
+    "complex": (TypeError, "complex: fit its real", lambda: ng.least_squares(decay, torch.ones(2, dtype=torch.cfloat))),
+    "half": (TypeError, "needs float64", lambda: ng.least_squares(decay, torch.ones(2).half())),
+    "empty": (ValueError, "x0 is empty", lambda: ng.least_squares(decay, ones(0))),
+    "NaN in x0": (NonFiniteError, "x0 holds NaN", lambda: ng.least_squares(decay, ones(2) * math.nan)),
+    "shared args of a batch": (
+        ValueError,
+        r"args\[0\] is a tensor \[12\]: let fun read what all fits share",
+        lambda: ng.least_squares(decay, ones(3, 2), (TIMES, ones(3, 12)), batch=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_input_is_refused_with_the_fix(name: str) -> None:
+    error, message, call = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
