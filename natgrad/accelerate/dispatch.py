@@ -35,7 +35,9 @@ class OperationMode(TorchDispatchMode, ABC):
 
 def storage(t: Tensor) -> int:
     """The address of the memory of a tensor, which its views share; 0 where it has none."""
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
+    if t.layout is not torch.strided or t._is_zerotensor():  # forward-mode derivatives make zeros without memory
+        return 0
+    return t.untyped_storage().data_ptr()
 
 
 def version(t: Tensor) -> int:
