@@ -39,11 +39,10 @@ def operations_are_seen() -> bool:
 
 
 def storage(t: Tensor) -> int:
-    """The address of the memory of a tensor, which its views share; 0 where it has none, as inside ``torch.func``."""
-    try:
-        return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
-    except RuntimeError:
+    """The address of the memory of a tensor, which its views share; 0 where it has none."""
+    if t.layout is not torch.strided or t._is_zerotensor():  # forward-mode derivatives make zeros without memory
         return 0
+    return t.untyped_storage().data_ptr()
 
 
 def version(t: Tensor) -> int:
