@@ -205,7 +205,8 @@ def two_sided_columns(left: Tensor, columns: Sequence[Tensor], right: Tensor) ->
     for column in columns:
         spans.append(slice(at, at := at + column.shape[-1]))
         torch.bmm(left[:, :o, :o], column.to(left.dtype), out=half[..., spans[-1]])
-    half[..., at:].zero_()
+    if at < half.shape[-1]:
+        half[..., at:].zero_()
     return [torch.bmm(half, right[:, span].mT) for span in spans]
 
 
