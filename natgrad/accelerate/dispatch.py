@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
 class OperationMode(TorchDispatchMode, ABC):
@@ -31,6 +31,11 @@ class OperationMode(TorchDispatchMode, ABC):
     @abstractmethod
     def see(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what ``run(*args, **kwargs)`` does; ``name`` is that of aten, in place ones with their underscore."""
+
+
+def operations_are_seen() -> bool:
+    """Whether a mode, ours or another, looks at the operations that run now."""
+    return _get_current_dispatch_mode() is not None
 
 
 def storage(t: Tensor) -> int:
