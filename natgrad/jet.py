@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from natgrad.accelerate.jets import activated_layer, contracted, weighted
+from natgrad.accelerate.jets import activated_layer, contracted, is_fused, weighted
 from natgrad.errors import BatchStatisticsError, NoDerivativeError
 from natgrad.log import OnceLogger
 
@@ -406,7 +406,7 @@ def _layer(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     x, weight, bias = _named(("input", "weight", "bias"), args, kwargs)
     if isinstance(weight, Jet) or isinstance(bias, Jet):
         return NotImplemented
-    if isinstance(x, Composition) and not x.is_formed:
+    if isinstance(x, Composition) and not x.is_formed and is_fused(weight):
         z, of = x.inner, x.of
         shift = z.shift if isinstance(z.shift, Tensor) or z.shift is None else z.channels.new_full((), z.shift)
         out = activated_layer(z.channels, shift, of.weights, weight, x.slopes, of.m, of.second)
@@ -695,6 +695,33 @@ def _group_norm(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return _affine(out, weight, bias)
 
 
+def _softmax(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """softmax, log_softmax and logsumexp; the largest value is taken off first, a constant that cancels."""
+    x, dim = _named(("input", "dim"), args, kwargs)
+    if dim is None or kwargs.get("dtype") is not None or not isinstance(x, Jet):
+        return NotImplemented
+    top = x.value.detach().amax(dim, keepdim=True)
+    each: Any = (x - top).exp()
+    total = each.sum(dim, keepdim=True)
+    if func.__name__ == "softmax":
+        return each / total
+    if func.__name__ == "log_softmax":
+        return x - top - total.log()
+    keep = bool(_named(("input", "dim", "keepdim"), args, kwargs)[2])
+    out = total.log() + top
+    return out if keep else out.squeeze(dim)
+
+
+def _attention(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """softmax(Q Kᵀ/√d) V."""
+    if len(args) > 3 or kwargs.keys() - {"scale"}:
+        return NotImplemented  # masks
+    q, k, v = args
+    scale = kwargs.get("scale")
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return apply(torch.softmax, (scores, -1), {}) @ v if isinstance(scores, Jet) else torch.softmax(scores, -1) @ v
+
+
 def _glu(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     x, dim = _named(("input", "dim"), args, kwargs)
     a, gate = x.chunk(2, -1 if dim is None else dim)
@@ -742,6 +769,8 @@ _RULES: dict[str, Rule] = (
     | _rules(_quotient, "div", "divide", "true_divide", "truediv")
     | _rules(_power, "pow", "float_power")
     | {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "group_norm": _group_norm, "glu": _glu}
+    | _rules(_softmax, "softmax", "log_softmax", "logsumexp")
+    | {"scaled_dot_product_attention": _attention}
     | _rules(_dropout, "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
     | _rules(_dropout, "feature_dropout", "rrelu")
     | _rules(_batch_norm, "batch_norm")

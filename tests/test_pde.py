@@ -412,12 +412,50 @@ def test_metrics_through_layers_without_a_rule_for_jets() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.norm(torch.tanh(self.first(x))) * self.gain
-            return self.last(torch.sin(h @ self.matrix) * h + F.linear(h, self.matrix))
+            return self.last(torch.sin(h @ self.matrix) * h + F.linear(torch.tanh(h), self.matrix.T))
 
     model, x = Residual(Net().double()), points(5, 2)
     J = jacobian(model, x)
-    G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense()
-    torch.testing.assert_close(G, J.mT @ J / 5, rtol=1e-10, atol=1e-10)
+    pulled = ng.pullback(model, x, ng.Euclidean())
+    assert all(kind.rule is not None for block in pulled.blocks for kind in block.kinds)
+    torch.testing.assert_close(ng.Dense().estimate(pulled).dense(), J.mT @ J / 5, rtol=1e-10, atol=1e-10)
+
+
+class Tokens(nn.Module):
+    """Every coordinate is a token: linear layers see channels and tokens as positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.read = nn.Linear(1, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.embed(x.unsqueeze(-1)))
+        weights = torch.softmax(h @ self.mix(h).mT, -1)
+        return self.read(torch.sin(self.mix(weights @ h))).mean(-2)
+
+
+def test_metrics_of_a_model_with_positions() -> None:
+    model, x = Residual(Tokens().double()), points(4)
+    check(model.net, x)
+    J, pulled = jacobian(model, x), ng.pullback(model, x, ng.Euclidean())
+    assert [block.names for block in pulled.blocks] == [
+        (f"net.{name}.weight", f"net.{name}.bias") for name in ("embed", "mix", "read")
+    ]
+    torch.testing.assert_close(ng.Dense().estimate(pulled).dense(), J.mT @ J / 4, rtol=1e-10, atol=1e-10)
+
+
+def test_compiled_models_autocast_and_no_grad() -> None:
+    net, x = mlp(nn.Tanh()), points()
+    u = ng.pde.laplacian(net, x)
+    torch.testing.assert_close(ng.pde.laplacian(torch.compile(net, backend="eager"), x), u)
+    with torch.no_grad():
+        out = ng.pde.laplacian(net, x)
+    torch.testing.assert_close(out, u)
+    assert not out.requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = ng.pde.laplacian(net.float(), x.float())
+    rough.sum().backward()
+    torch.testing.assert_close(rough.double(), u, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("optimizer", [ng.KFAC, ng.EKFAC])

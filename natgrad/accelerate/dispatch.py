@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
 class OperationMode(TorchDispatchMode, ABC):
@@ -33,9 +33,16 @@ class OperationMode(TorchDispatchMode, ABC):
         """Return what ``run(*args, **kwargs)`` does; ``name`` is that of aten, in place ones with their underscore."""
 
 
+def operations_are_seen() -> bool:
+    """Whether a mode, ours or another, looks at the operations that run now."""
+    return _get_current_dispatch_mode() is not None
+
+
 def storage(t: Tensor) -> int:
     """The address of the memory of a tensor, which its views share; 0 where it has none."""
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
+    if t.layout is not torch.strided or t._is_zerotensor():  # forward-mode derivatives make zeros without memory
+        return 0
+    return t.untyped_storage().data_ptr()
 
 
 def version(t: Tensor) -> int:

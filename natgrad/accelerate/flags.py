@@ -35,13 +35,13 @@ def to_host_async(number: Tensor) -> Tensor:
 class Readback(Generic[Note]):
     """Numbers on their way to the host, each with a note; they arrive in the order in which they were sent.
 
-    On a CPU they are there at once. On a GPU ``arrived`` asks without waiting, and ``take`` waits for the first one.
-    What has not arrived is NaN, which therefore cannot be sent: an event would take the host longer than a number.
+    On a CPU they are there at once; for a GPU the host may wait, or come again. What has not arrived is NaN, which
+    therefore cannot be sent: an event would take the host longer than a number.
 
     >>> readback = Readback[str]()
     >>> readback.send(torch.tensor([1.0, 2.0]), "a note")
-    >>> readback.arrived(), readback.first, readback.take(), len(readback)
-    (True, 'a note', ([1.0, 2.0], 'a note'), 0)
+    >>> readback.first, readback.take(), readback.take_arrived(), len(readback)
+    ('a note', ([1.0, 2.0], 'a note'), None, 0)
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,20 @@ class Readback(Generic[Note]):
         host.fill_(math.nan).copy_(numbers, non_blocking=True)
         self._sent.append((host, numbers.device, note))
 
-    def arrived(self) -> bool:
-        """Whether the first one is there."""
-        return _are_there(self._sent[0][0].tolist())
-
     def take(self) -> tuple[list[float], Note]:
         """The first one, with its note; the device is waited for until it has sent it."""
+        host, device, _ = self._sent[0]
+        return self._taken(_awaited(host, device))
+
+    def take_arrived(self) -> tuple[list[float], Note] | None:
+        """The first one, with its note, if it is there."""
+        if not self._sent:
+            return None
+        numbers = self._sent[0][0].tolist()
+        return self._taken(numbers) if _are_there(numbers) else None
+
+    def _taken(self, numbers: list[float]) -> tuple[list[float], Note]:
         host, device, note = self._sent.popleft()
-        numbers = _awaited(host, device)
         if device.type == "cuda":
             self._spare.append(host)
         return numbers, note
@@ -138,8 +144,9 @@ class Flag:
         Readings that have not arrived are left for later, up to eight of them.
         """
         self.value = None
-        while self._readings and (len(self._readings) > _AHEAD or self._readings.arrived()):
-            (flag,), (what, step) = self._readings.take()
+        readings = self._readings
+        while reading := readings.take() if len(readings) > _AHEAD else readings.take_arrived():
+            (flag,), (what, step) = reading
             if flag > 0:
                 self._readings.clear()
                 raise NonFiniteError(f"{what} held NaN or infinity at step {step}: that step changed nothing")

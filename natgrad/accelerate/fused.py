@@ -14,6 +14,7 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
 
+_HALF = torch.float16, torch.bfloat16
 _SMALL = 2**14  # numbers; for smaller tensors a launch costs more than a copy
 
 
@@ -259,7 +260,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     >>> norms([torch.tensor([3.0, 4.0])])
     [tensor(5.)]
     """
-    dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    dtype = torch.float32 if tensors[0].dtype in _HALF else None
     return list(torch._foreach_norm(list(tensors), dtype=dtype))
 
 
@@ -286,7 +287,7 @@ def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         small = [pair for pair in pairs if pair[1].numel() <= _SMALL]
         dots = [[pair] for pair in pairs if pair[1].numel() > _SMALL] + ([small] if small else [])
     sides = ((_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in dots)
-    precise = ((x, y.to(torch.promote_types(y.dtype, torch.float32))) for x, y in sides)
+    precise = ((x, y.float() if y.dtype in _HALF else y) for x, y in sides)
     return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in precise]).sum()
 
 

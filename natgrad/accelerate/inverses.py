@@ -45,7 +45,8 @@ _NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
 _ROOTS_BATCHED = 2048  # rows, as above, for roots by products on a GPU, which one matrix leaves half idle
 _ROOTS_BYTES = 2**28
 _SMALL = 256  # rows, up to which roots by products on a GPU take as long as their launches
-_NEAR = 15 / 16  # of the rows of another matrix, from which a matrix is padded to its size
+_NEAR = 15 / 16  # of the rows of another matrix, from which a matrix may be padded to its size
+_TILE = 128  # rows that a GPU multiplies at once: padding that needs more of them takes more time than launches
 _ROOT_ERROR = 0.1  # the largest residual of a root that is used
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
@@ -204,7 +205,8 @@ def two_sided_columns(left: Tensor, columns: Sequence[Tensor], right: Tensor) ->
     for column in columns:
         spans.append(slice(at, at := at + column.shape[-1]))
         torch.bmm(left[:, :o, :o], column.to(left.dtype), out=half[..., spans[-1]])
-    half[..., at:].zero_()
+    if at < half.shape[-1]:
+        half[..., at:].zero_()
     return [torch.bmm(half, right[:, span].mT) for span in spans]
 
 
@@ -245,15 +247,16 @@ def _common_sizes(sizes: Sequence[int]) -> dict[int, int]:
 
     A linear layer with a bias has factors of 501 and 500 rows, and the number of launches is what they take.
 
-    >>> _common_sizes([500, 501, 300, 20])
-    {501: 501, 500: 501, 300: 300, 20: 20}
+    >>> _common_sizes([500, 501, 384, 385, 20])
+    {501: 501, 500: 501, 385: 385, 384: 384, 20: 20}
     >>> _common_sizes([128, 20])
     {128: 128, 20: 128}
     """
     common: dict[int, int] = {}
     largest = 0
     for d in sorted(set(sizes), reverse=True):
-        if not largest or (largest > _SMALL and d < _NEAR * largest):
+        near = d >= _NEAR * largest and -(-d // _TILE) == -(-largest // _TILE)
+        if not near and not d < largest <= _SMALL:
             largest = d
         common[d] = largest
     return common

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from natgrad.accelerate.dispatch import operations_are_seen
+
 Slopes: TypeAlias = Callable[[Tensor], Iterator[Tensor]]  # f, f′, f″ and f‴
 
 
@@ -62,6 +64,11 @@ def activated(z: Tensor, shift: Tensor | None, D: Tensor | None, slopes: Slopes,
         return torch.cat([out, bent.unsqueeze(0)])
     out[-1] += bent
     return out
+
+
+def is_fused(z: Tensor) -> bool:
+    """Whether to compute h Wᵀ in one function: unless its operations are looked at, or cast to another precision."""
+    return not operations_are_seen() and not torch.is_autocast_enabled(z.device.type)
 
 
 def activated_layer(

@@ -77,10 +77,11 @@ class AdamWUpdate:
     ) -> None:
         self._groups, self._members, self._state = groups, members, state
 
-    @property
-    def names(self) -> list[str]:
-        """Of the parameters, in the order of the groups."""
-        return [name for pairs in self._members for name, _ in pairs]
+    def gradients(self, grads: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+        """Those of its parameters among the gradients, in the order of the groups, and whether none is missing."""
+        names = [name for pairs in self._members for name, _ in pairs]
+        mine = {name: grads[name] for name in names if name in grads}
+        return mine, len(mine) == len(names)
 
     def step(self, gradients: Mapping[str, Tensor], rates: Sequence[float | Tensor], gate: Tensor | None) -> None:
         """Move the parameters that have gradients, each group with its rate; nothing where the gate is closed."""

@@ -308,23 +308,22 @@ class NaturalGradient(torch.optim.Optimizer):
         damping = like(self.preconditioner.damping, common_damping(self.param_groups))
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
-                self._last = self._plain_step(ω, self._of_adamw(grads), idle, damping)
+                self._last = self._plain_step(self.rule, ω, grads, idle, damping)
             else:
-                self._last = self._general_step(self.rule, ω, self._of_adamw(grads), idle, G, damping, loss_at)
+                self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(self.preconditioner.informed(G), estimated)
 
     def _plain_step(
-        self, ω: Covector, of_adamw: Mapping[str, Tensor], idle: frozenset[str], damping: Damping
+        self, rule: PlainRule, ω: Covector, grads: Mapping[str, Tensor], idle: frozenset[str], damping: Damping
     ) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
 
-        ``of_adamw``: the gradients of its parameters. ``idle``: parameters that do not move by the metric.
+        ``grads``: also of the parameters of AdamW. ``idle``: parameters that do not move by the metric.
         """
-        rule, flag, inverse = self.rule, self.flag, self.preconditioner.prepare(damping)
-        adamw = self._adamw()
+        flag, inverse, adamw = self.flag, self.preconditioner.prepare(damping), self._adamw()
+        of_adamw, complete = adamw.gradients(grads)
         names, count = [*ω, *of_adamw], len(ω)
-        assert isinstance(rule, PlainRule)
 
         def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
             update, named = self._update(idle, rates), list(zip(names, gradients, strict=True))
@@ -334,12 +333,7 @@ class NaturalGradient(torch.optim.Optimizer):
             return velocity, flag.value
 
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
-        if (
-            idle - self.tracker.outside
-            or len(of_adamw) < len(adamw.names)
-            or inverse.remembers
-            or not is_asynchronous(gradients[0].device)
-        ):
+        if idle - self.tracker.outside or not complete or inverse.remembers or not is_asynchronous(gradients[0].device):
             velocity, _ = run(gradients, rates)
         else:
             numbers = [float(rate) for rate in rates]
@@ -355,10 +349,6 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _adamw(self) -> AdamWUpdate:
         return AdamWUpdate(self.param_groups, self._adamw_members, self.state)
-
-    def _of_adamw(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of its parameters, where they have one."""
-        return {name: grads[name] for name in self._adamw().names if name in grads}
 
     @property
     def _adamw_members(self) -> Members:
@@ -381,7 +371,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self,
         rule: StepRule,
         ω: Covector,
-        of_adamw: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
         idle: frozenset[str],
         G: Operator,
         damping: Damping,
@@ -394,6 +384,8 @@ class NaturalGradient(torch.optim.Optimizer):
         remembered: Vector | Covector | None = None
         if can_read(next(iter(ω.values()))):  # on a GPU a gradient that is not finite shows in the step
             self.flag.check(ω, "the gradient")
+        adamw = self._adamw()
+        of_adamw, _ = adamw.gradients(grads)
         if of_adamw:
             self.flag.check(of_adamw, "the gradient")
 
@@ -439,7 +431,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.flag.check(step.displacement, "the step")
         update.apply(step, remembered, self.flag)
         if step.accepted:
-            self._adamw().step(of_adamw, [group["lr"] for group in self.param_groups], self.flag.value)
+            adamw.step(of_adamw, [group["lr"] for group in self.param_groups], self.flag.value)
         for group in self.param_groups:
             group["damping"] = step.damping
         return step

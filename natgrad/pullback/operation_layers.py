@@ -130,9 +130,11 @@ def owners_of(g: Tensor, n: int) -> Owners | None:
             regular = torch.arange(rows, device=g.device) // (rows // n // before) % n
             if bool((regular == label)[alive].all()):
                 return Owners(n, before)
-    # Rows that nothing depends on go with the last before them that something does.
-    last = torch.where(alive, torch.arange(rows, device=g.device), 0).cummax(0).values
-    return Owners(n, index=label[last] if rows else label)
+    # Rows that nothing depends on go with the last before them that something does: the padding of a sequence. Those
+    # without one, such as a value that was computed on the way to its derivative, are spread over the examples.
+    every = torch.arange(rows, device=g.device)
+    last = torch.where(alive, every, -1).cummax(0).values if rows else every
+    return Owners(n, index=torch.where(last < 0, every % n, label[last.clamp(min=0)]))
 
 
 # How a parameter is packed.

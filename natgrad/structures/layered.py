@@ -749,20 +749,24 @@ class LayerInverse(Inverse):
         return self._vector(v)
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
-        pairings: list[Tensor] = []
-        v = self._solve_layers(ω, pairings)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        v = self._solve_layers(ω, pairs)
+        pairing = fused.pairing(pairs) if pairs else None
         if self.fallback is not None:
-            below, pairing = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
+            below, more = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
             v |= below
-            pairings.append(pairing.to(self.layout.dtype))
-        return self._vector(v), torch.stack(pairings).sum()
+            pairing = more if pairing is None else pairing + more.to(pairing.dtype)
+        assert pairing is not None
+        return self._vector(v), pairing
 
     def _vector(self, v: Mapping[str, Tensor]) -> Vector:
         """In the precision of every parameter."""
         return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
 
-    def _solve_layers(self, ω: Mapping[str, Tensor], pairings: list[Tensor] | None = None) -> dict[str, Tensor]:
-        """ω♯ on the layers, in the precision of the metric; ``pairings`` receives numbers whose sum is ⟨ω, ω♯⟩."""
+    def _solve_layers(
+        self, ω: Mapping[str, Tensor], pairs: list[tuple[Tensor, Tensor]] | None = None
+    ) -> dict[str, Tensor]:
+        """ω♯ on the layers, in the precision of the metric; ``pairs`` receives what ⟨ω, ω♯⟩ is the pairing of."""
         v: dict[str, Tensor] = {}
         for k, batch in enumerate(self.batches):
             columns, (c, o, _), count = self._columns[k], self.blocks[batch[0]].shape, len(batch)
@@ -778,8 +782,8 @@ class LayerInverse(Inverse):
                 solved = [u.reshape(w.shape) for w, u in zip(given, solved, strict=True)]
                 for names, u in zip(columns, solved, strict=True):
                     v.update(zip(names, [u] if count == 1 else u.unbind(), strict=True))
-            if pairings is not None:
-                pairings += [torch.dot(w.flatten(), u.flatten()) for w, u in zip(given, solved, strict=True)]
+            if pairs is not None:
+                pairs += zip(given, solved, strict=True)
         return v
 
     @cached_property

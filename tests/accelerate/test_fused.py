@@ -5,7 +5,19 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.fused import add_, average_, copy_, descend_, momentum_update_, move_, pairing, scale_
+from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import (
+    add_,
+    average_,
+    copy_,
+    descend_,
+    momentum_update_,
+    move_,
+    pairing,
+    scale_,
+    scale_each_,
+)
+from natgrad.errors import NonFiniteError
 from tests.pulled import normal
 
 
@@ -90,3 +102,41 @@ def test_nothing_passes_a_closed_gate() -> None:
     move_(xs, [t.clone() for t in bad], gate=gate)
     scale_(xs, 0.5, gate=gate)
     assert all(torch.equal(t, old) for t, old in zip((*xs, *ms), before, strict=True))
+
+
+def test_a_flag_raises_when_it_has_arrived() -> None:
+    flag = Flag()
+    for step, value in enumerate([0.0, 1.0]):
+        flag.value = torch.tensor(value)
+        flag.send("the step", step)
+    (_, late) = [host for host, *_ in flag._readings._sent]
+    late.fill_(torch.nan)  # on its way from the device
+    flag.raise_pending()
+    late.fill_(1.0)
+    with pytest.raises(NonFiniteError, match="the step held NaN or infinity at step 1: that step changed nothing"):
+        flag.raise_pending()
+    flag.raise_pending()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_every_tensor_has_its_own_factor_wherever_it_lies(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side, alone, of another shape, and with other strides."""
+    monkeypatch.setattr(fused, "is_asynchronous", lambda device: gpu)
+    stack, other = normal(3, 2, 4), normal(4, 2)
+    tensors = [stack[2], other.T, normal(5), stack[0], normal(2, 4), stack[1]]
+    factors = normal(len(tensors), seed=1).unbind()
+    expected = [t * factor for t, factor in zip(tensors, factors, strict=True)]
+    scale_each_(tensors, factors)
+    for found, right in zip(tensors, expected, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_descent_with_decay_is_the_same_with_a_gate() -> None:
+    x, y = normal(4, 3).float(), normal(4, 3, seed=1).float()
+    expected = (1 - 0.1 * 0.5) * x - 0.1 * y
+    for gate in (None, torch.zeros(())):
+        moved = x.clone()
+        descend_([moved], [y], 0.1, decay=0.5, gate=gate)
+        torch.testing.assert_close(moved, expected)
+    descend_([moved], [y], 0.1, decay=0.5, gate=torch.ones(()))
+    torch.testing.assert_close(moved, expected)

@@ -235,6 +235,16 @@ def test_roots_by_halves_and_a_last_step_in_tf32(
     assert condition < 1e5 or float(inverse_power(A, 0.5, method="products", precision="split")[1]) > 1
 
 
+@pytest.mark.parametrize("condition", [1e2, 1e4, 2.0**19])
+def test_halves_can_hold_what_every_step_makes_of_any_eigenvalue(condition: float) -> None:
+    """Of a diagonal matrix, whose numbers are its eigenvalues: the first polynomials reach 2, and their T² 16."""
+    A = torch.diag(torch.logspace(0, -math.log10(condition), 400))[None]
+    worst = 8 * condition  # the bound of the largest eigenvalue is above it
+    X, residual = inverse_power(A, 0.5, condition=worst, method="products", precision="split", error=1e-3)
+    assert float(residual) < 1e-2
+    torch.testing.assert_close(X[0].diagonal(), A[0].diagonal().rsqrt(), rtol=5e-3, atol=0)
+
+
 @pytest.mark.parametrize("n", [20, 32, 33, 200])
 def test_the_residual_is_measured_by_signs(n: int) -> None:
     """Within a few deviations; exactly, if the matrix is no larger than their number."""

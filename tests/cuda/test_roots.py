@@ -28,17 +28,18 @@ def matrices(n: int, condition: float) -> Tensor:
 
 @pytest.mark.parametrize("n", [8, 100, 1000])
 def test_a_split_product_is_nearly_that_of_single_precision(n: int) -> None:
-    """The sum of a tensor core is not rounded but cut off: three bits more than the halves alone leave."""
+    """Halves leave 2⁻²¹. A tensor core sums 16 products at a time and cuts off, at 2⁻²³ of the sum at most."""
+    bound = 2**-20 + n / 16 * 2**-23
     A, B = (2.0**12 * matrices(n, 1e4) for _ in range(2))
     expected = A.double() @ B.double()
     with products_in("split", A.device) as product:
         found = product(A, B)
         added = product.add_(B.clone(), product.operand(A), product.operand(B), beta=2.0, alpha=0.5)
     assert found.dtype == torch.float32
-    assert float((found - expected).norm() / expected.norm()) < 2**-18
-    assert float((added - (2 * B + 0.5 * expected)).norm() / expected.norm()) < 2**-18
+    assert float((found - expected).norm() / expected.norm()) < bound
+    assert float((added - (2 * B + 0.5 * expected)).norm() / expected.norm()) < bound
     small = product_in("split", 1e-25 * A, B)
-    assert float((small - 1e-25 * expected).norm() / (1e-25 * expected).norm()) < 2**-18
+    assert float((small - 1e-25 * expected).norm() / (1e-25 * expected).norm()) < bound
 
 
 @pytest.mark.parametrize("precision", ["single", "split"])

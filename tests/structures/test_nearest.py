@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import IncompatibleError
 from natgrad.operators import KroneckerOperator
+from natgrad.pullback.nearest import RootCheck
 from tests import kronecker_oracle, zoo
 from tests.kronecker_oracle import Layer
 from tests.optim.states import whole
@@ -114,6 +115,8 @@ def test_it_does_not_depend_on_the_chunks(name: str, dead: bool) -> None:
             first.root_check.look(pair)  # as a refresh does
         close(K.estimate(pb, first).dense(), ng.Kronecker().estimate(pb).dense())
     close(K.estimate(in_parts, first).dense(), K.estimate(pb, first).dense())
+    asked = replace(first, root_check=RootCheck())  # nobody knows whether an inverse is zero
+    assert torch.equal(K.estimate(pb, asked).dense(), K.estimate(pb, first).dense())
 
 
 @pytest.mark.parametrize("solver", [ng.Factored(), ng.Cholesky()], ids=["Factored", "Cholesky"])
