@@ -24,10 +24,9 @@ from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.roots import (
     NOISE,
     STACKS,
-    Precision,
     by_eigenvalues,
     inverse_powers,
-    product_in,
+    products_in,
     suited_precision,
 )
 from natgrad.errors import FactorisationError, SingularMetricError
@@ -668,20 +667,21 @@ def _roots(
     sizes = [job.factor.shape[1] for job in jobs]
     d, most = max(sizes), max(math.prod(job.factor.shape[:2]) for job in jobs)
     whitens = jobs[0].half is not None
-    precision: Precision = "single" if wait else suited_precision(M)
     X, residual = inverse_powers(
         M,
         [power, 0.5] if whitens and power != 0.5 else [power],
         shift=shifts,
         condition=1e6 if epsilon is None else most / epsilon + 1,
         error=None if wait else NOISE,
-        precision=precision,
+        precision="single" if wait else suited_precision(M),
     )
     good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]
     if not whitens:
         return inverses, None, good
-    # F R is small where R is large, in the null space of F: a product in tf32 would be wrong by percents.
-    each = product_in(precision, M, X[-1]).mul_(X[-1])  # with the padding, by which rows are whole vectors
+    # F R is small where R is large, in the null space of F: an error ε of the sums is one of ε·tr(F)/λ in tr(R F R),
+    # which is percents in tf32, and still 1 % in the sums of tensor cores.
+    with products_in("single", M.device) as product:
+        each = product(M, X[-1]).mul_(X[-1])  # with the padding, by which rows are whole vectors
     runs = [(slice(None), d)] if min(sizes) == d else [(rows, n) for rows, n, _ in _runs(jobs)]
     scales = [_whitening_scale(each[rows, :n, :n].sum((1, 2), keepdim=True), n) for rows, n in runs]
     return inverses, root * torch.cat(scales), good

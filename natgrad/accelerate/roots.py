@@ -175,18 +175,6 @@ class Products:
         return out
 
 
-def product_in(precision: Precision, A: Tensor, B: Tensor) -> Tensor:
-    """A B [b n n] in this precision, of matrices of any scale.
-
-    >>> product_in("split", torch.full((1, 1, 1), 3e-20), torch.full((1, 1, 1), 2e20))
-    tensor([[[6.]]])
-    """
-    tiny = torch.finfo(A.dtype).tiny * _UNIT
-    a, b = (torch.linalg.vector_norm(X, math.inf, dim=(1, 2), keepdim=True).clamp(min=tiny) for X in (A, B))
-    with products_in(precision, A.device) as product:
-        return product(A * (_UNIT / a), B / b).mul_(a / _UNIT * b)
-
-
 # Powers.
 
 

@@ -505,9 +505,9 @@ class Operator(ABC):
         return iter(())
 
     @property
-    def pullback(self) -> Pullback | None:
-        """The pullback of which it is the whole metric, where it still has that."""
-        return None
+    def pullbacks(self) -> Sequence[tuple[float, Pullback]]:
+        """The pullbacks of which it is the sum, with their weights, where it still has them."""
+        return ()
 
     def refuse(self, action: str, reason: str) -> NoReturn:
         """Raise the error of a pair of slots that cannot work together."""
@@ -633,3 +633,12 @@ class Subset:
     def named(self, element: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """These parameters of a vector or a covector."""
         return {name: element[name] for name in self.names}
+
+
+def averaged(terms: Sequence[tuple[float, Operator]]) -> Operator:
+    """Σ_c w_c G_c / Σ_c w_c, as a structure averages: exact for matrices, factor by factor for Kronecker products."""
+    done, average = terms[0]
+    for weight, operator in terms[1:]:
+        done += weight
+        average = average.lerp(operator, weight / done)
+    return average
