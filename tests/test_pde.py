@@ -174,6 +174,27 @@ def test_the_divergence_and_time_derivatives() -> None:
     torch.testing.assert_close(u.laplacian, H[..., 1, 1] + H[..., 2, 2])
 
 
+def test_exact_solutions_have_no_residual() -> None:
+    """The heat equation, and Kovasznay's solution of the Navier–Stokes equations."""
+    x = points(7, 5)
+    heat = ng.pde.derivatives(lambda x: torch.exp(-x[:, 0]) * torch.sin(2 * x[:, 1:]).sum(-1), x, space=range(1, 5))
+    torch.testing.assert_close(heat.d(0), heat.laplacian / 4, rtol=1e-12, atol=1e-12)
+
+    re = 40.0
+    rate = re / 2 - math.sqrt(re**2 / 4 + 4 * math.pi**2)
+
+    def kovasznay(x: Tensor) -> Tensor:
+        growth, angle = torch.exp(rate * x[:, 0]), 2 * math.pi * x[:, 1]
+        v = 1 - growth * torch.cos(angle), rate / (2 * math.pi) * growth * torch.sin(angle)
+        return torch.stack([*v, 0.5 * (1 - growth.square())], -1)
+
+    u = ng.pde.derivatives(kovasznay, points(7, 2))
+    v, slope = u.value[:, :2], u.gradient[:, :2]
+    momentum = (slope * v[:, None]).sum(-1) + u.gradient[:, 2] - u.laplacian[:, :2] / re
+    torch.testing.assert_close(momentum, torch.zeros_like(momentum), rtol=0, atol=1e-12)
+    torch.testing.assert_close(trace(slope), torch.zeros(7).double(), rtol=0, atol=1e-12)
+
+
 def test_points_with_any_leading_axes() -> None:
     net, x = mlp(nn.Tanh()), points(6)
     u = ng.pde.derivatives(net, x)
