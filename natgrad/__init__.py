@@ -96,4 +96,5 @@ from natgrad.structures import Implicit as Implicit
 from natgrad.structures import Kernel as Kernel
 from natgrad.structures import Kronecker as Kronecker
 from natgrad.structures import LowRank as LowRank
+from natgrad.structures import Nystrom as Nystrom
 from natgrad.structures import Refresh as Refresh

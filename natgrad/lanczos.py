@@ -233,7 +233,8 @@ def residual(product: Callable[[Tensor], Tensor], ω: Tensor, steps: int) -> flo
 
 def _root_columns(G: Operator, memory: int) -> int | None:
     """The rows N·K of a root, where they are fewer than the parameters and the root itself is not too large."""
-    pb, columns = G.pullback, G.root_columns
-    if pb is None or columns is None or columns >= G.layout.size:
+    pullbacks, columns = G.pullbacks, G.root_columns
+    if not pullbacks or columns is None or columns >= G.layout.size:
         return None
-    return columns if columns * pb.y[0].numel() * pb.y.element_size() <= memory // 8 else None
+    numbers = sum(pb.columns * pb.n * pb.y[0].numel() * pb.y.element_size() for _, pb in pullbacks)
+    return columns if numbers <= memory // 8 else None

@@ -287,6 +287,7 @@ class WithoutGradients(nn.Module):
         (lambda x: torch.ones(len(x)), "returned a tensor that does not depend on x"),
         (lambda x: (x, x), "returned a tuple: it must return one tensor"),
         (lambda x: torch.zeros(2, 3).add_(x), "calls add_ on a tensor"),
+        (lambda x: ng.pde.laplacian(torch.exp, x), "third derivatives, which are not propagated"),
     ],
 )
 def test_models_without_derivatives(model: Any, message: str) -> None:
@@ -442,6 +443,21 @@ def test_metrics_of_a_model_with_positions() -> None:
         (f"net.{name}.weight", f"net.{name}.bias") for name in ("embed", "mix", "read")
     ]
     torch.testing.assert_close(ng.Dense().estimate(pulled).dense(), J.mT @ J / 4, rtol=1e-10, atol=1e-10)
+
+
+def test_third_derivatives_by_autograd() -> None:
+    """∂₀Δu, by reverse and by forward mode around the operator."""
+    net, x = mlp(nn.Tanh(), out=1), points()
+
+    def laplacian(x: Tensor) -> Tensor:
+        return ng.pde.laplacian(net, x)
+
+    right = torch.stack([jacrev(lambda p: trace(jacrev(jacrev(net))(p)[0]))(point)[0] for point in x])
+    (reverse,) = torch.autograd.grad(laplacian(x.requires_grad_()).sum(), x)
+    torch.testing.assert_close(reverse[:, 0], right, rtol=1e-10, atol=1e-10)
+    e = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).expand_as(x)
+    forward = torch.func.jvp(laplacian, (x.detach(),), (e,))[1].squeeze(-1)
+    torch.testing.assert_close(forward, right, rtol=1e-10, atol=1e-10)
 
 
 def test_compiled_models_autocast_and_no_grad() -> None:

@@ -17,11 +17,11 @@ from natgrad.linalg import check_finite, check_positive
 from natgrad.pullback.pullback import Pullback
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Inverse, Layout, Operator, Structure
+from natgrad.structures.base import Inverse, Layout, Operator, Structure, averaged
 from natgrad.structures.dense import Dense, DenseOperator
 from natgrad.structures.implicit import Implicit, ImplicitOperator
 from natgrad.structures.kernel import Kernel
-from natgrad.structures.row_stack import RowStack, averaged
+from natgrad.structures.row_stack import RowStack
 
 _REFINED = 2  # steps of iterative refinement
 
@@ -219,7 +219,7 @@ def jacobian_of(
     exact = ImplicitOperator(layout, terms)
     if isinstance(structure, Implicit):
         return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
-    approximate = averaged([structure.estimate(pb) for pb in pullbacks], weights)
+    approximate = averaged([(w, structure.estimate(pb)) for pb, w in zip(pullbacks, weights, strict=True)])
     return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
 
 

@@ -17,7 +17,7 @@ from natgrad.linalg import Damping, check_damping, range_rounding
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots
 from natgrad.solve.solvers import Solver
-from natgrad.structures.base import Inverse, Layout, Operator, Structure
+from natgrad.structures.base import Inverse, Layout, Operator, Structure, averaged
 
 
 @final
@@ -86,10 +86,12 @@ class CG(Solver):
     def _preconditioner(self, G: Operator, damping: Damping) -> Inverse | None:
         if self.preconditioner is None:
             return None
-        pb = G.pullback
-        P = self.preconditioner.extracted(G) if pb is None else self.preconditioner.estimate(pb)
+        P, total = self.preconditioner.extracted(G), 1.0
+        if P is None and G.pullbacks:
+            total = sum(weight for weight, _ in G.pullbacks)
+            P = averaged([(weight, self.preconditioner.estimate(pb)) for weight, pb in G.pullbacks])
         if P is not None:
-            return P.inverse(damping)
+            return P.inverse(damping / total if isinstance(damping, float) else damping)
         raise IncompatibleError(
             f"CG(preconditioner={self.preconditioner!r}) does not work with {type(G).__name__}: only an Implicit "
             "metric still has its pullback to estimate it from. Use preconditioner=Diagonal()"

@@ -349,6 +349,13 @@ class Operator(ABC):
             self.refuse(f"one number for {damping:g}", "every part of it has its own mean eigenvalue; use Cholesky()")
         return damping.epsilon * float(self.with_power(1.0).trace()) / self.layout.size
 
+    def inverse_in_units(self, damping: float) -> Inverse | None:
+        """(G + λ·diag G)⁻¹, the damping of Marquardt (1963), which does not change with the units of the parameters.
+
+        None where G is not kept as a matrix.
+        """
+        return None
+
     def flat(self, v: Vector) -> Covector:
         """v♭ = G v."""
         return self.layout.covector(self.product(self.layout.flatten(v)))
@@ -498,9 +505,9 @@ class Operator(ABC):
         return iter(())
 
     @property
-    def pullback(self) -> Pullback | None:
-        """The pullback of which it is the whole metric, where it still has that."""
-        return None
+    def pullbacks(self) -> Sequence[tuple[float, Pullback]]:
+        """The pullbacks of which it is the sum, with their weights, where it still has them."""
+        return ()
 
     def refuse(self, action: str, reason: str) -> NoReturn:
         """Raise the error of a pair of slots that cannot work together."""
@@ -626,3 +633,12 @@ class Subset:
     def named(self, element: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """These parameters of a vector or a covector."""
         return {name: element[name] for name in self.names}
+
+
+def averaged(terms: Sequence[tuple[float, Operator]]) -> Operator:
+    """Σ_c w_c G_c / Σ_c w_c, as a structure averages: exact for matrices, factor by factor for Kronecker products."""
+    done, average = terms[0]
+    for weight, operator in terms[1:]:
+        done += weight
+        average = average.lerp(operator, weight / done)
+    return average

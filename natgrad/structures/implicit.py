@@ -89,8 +89,8 @@ class ImplicitOperator(Operator):
         return self.terms[0][1].y.device
 
     @property
-    def pullback(self) -> Pullback | None:
-        return self.terms[0][1] if len(self.terms) == 1 else None
+    def pullbacks(self) -> list[tuple[float, Pullback]]:
+        return [(weight, pullback) for weight, pullback, _ in self.terms]
 
     @property
     def root_columns(self) -> int | None:

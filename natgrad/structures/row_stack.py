@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -98,12 +97,3 @@ class RowStack(Operator):
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         return DenseOperator(self.layout, self.dense()).pseudo_inverse(damping, rtol, weight)
-
-
-def averaged(operators: Sequence[Operator], weights: Sequence[float]) -> Operator:
-    """Σ_c w_c G_c / Σ_c w_c, as a structure averages: exact for matrices, factor by factor for Kronecker products."""
-    total, done = operators[0], weights[0]
-    for operator, weight in zip(operators[1:], weights[1:], strict=True):
-        done += weight
-        total = total.lerp(operator, weight / done)
-    return total
