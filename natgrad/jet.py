@@ -126,6 +126,14 @@ class Jet:
     __matmul__, __rmatmul__ = _operator(torch.matmul), _reflected(torch.matmul)
     __neg__, __abs__, __getitem__ = _operator(torch.neg), _operator(torch.abs), _operator(operator.getitem)
     __lt__, __le__, __gt__, __ge__ = map(_operator, (torch.lt, torch.le, torch.gt, torch.ge))
+    __eq__, __ne__ = _operator(torch.eq), _operator(torch.ne)
+    __hash__ = object.__hash__
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -143,7 +151,7 @@ class Jet:
         if callable(member):
             return lambda *args, **kwargs: apply(member, (self, *args), kwargs)
         if name in _ATTRIBUTES:
-            return getattr(self.channels, name)
+            return getattr(self.inner.channels if isinstance(self, Composition) else self.channels, name)
         if name in ("T", "mT"):
             return self.transpose(-2, -1) if self.ndim > 1 else self
         raise AttributeError(f"a Jet has no attribute {name!r}")
@@ -227,7 +235,9 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     writes = called.endswith("_") and not called.startswith("__")
     in_place, kwargs = writes or bool(kwargs.get("inplace")), {k: v for k, v in kwargs.items() if k != "inplace"}
     if writes:
-        func = getattr(torch, name, None) or getattr(F, name)
+        func = getattr(torch, name, None) or getattr(F, name, None)
+    if func is None:
+        raise NoDerivativeError(f"the model calls {called}, which is not for derivatives: leave it out")
     if in_place and not isinstance(args[0], Jet):
         raise NoDerivativeError(
             f"the model calls {called} on a tensor, which cannot hold derivatives: do it out of place"

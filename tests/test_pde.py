@@ -115,7 +115,8 @@ def _functions() -> dict[str, Function]:
         "einsum": lambda x: torch.einsum("ni,ij,nj->n", h(x), matrix, h(x)),
         "outer product": lambda x: torch.einsum("ni,nj->nij", h(x), x).flatten(1),
         "variance": lambda x: h(x).var(-1) + torch.logsumexp(h(x), -1) + h(x).norm(dim=-1),
-        "where": lambda x: torch.where(h(x) > 0, h(x), layer(x)),
+        "where": lambda x: torch.where((h(x) > 0) & (x[:, :1] != 0.5), h(x), layer(x)),
+        "sizes": lambda x: h(x).view(x.size(0), -1).to(x.dtype) * len(x) * h(x).dim() / x.numel(),
         "addmm": lambda x: torch.addmm(matrix[0], h(x), matrix),
         "padding": lambda x: F.pad(h(x), (1, 1), value=2.0).square(),
         "gate": lambda x: F.glu(layer(x)),
@@ -287,6 +288,7 @@ class WithoutGradients(nn.Module):
         (lambda x: torch.ones(len(x)), "returned a tensor that does not depend on x"),
         (lambda x: (x, x), "returned a tuple: it must return one tensor"),
         (lambda x: torch.zeros(2, 3).add_(x), "calls add_ on a tensor"),
+        (lambda x: x.requires_grad_(), "calls requires_grad_, which is not for derivatives"),
         (lambda x: ng.pde.laplacian(torch.exp, x), "third derivatives, which are not propagated"),
     ],
 )
