@@ -88,7 +88,9 @@ def cholesky(matrix: Tensor, damping: float | Tensor, what: str) -> Tensor:
     suspicious = info > 0
     lost = damping <= 8 * eps * largest  # damping below the rounding of the matrix cannot make it regular
     if bool(lost.any()):
-        suspicious |= lost & ~(smallest(factor) > 1e3 * size * eps * largest)  # NaN is suspicious too
+        # At unit diagonal: the units of the parameters do not make a matrix singular, nor Cholesky inaccurate.
+        units = diagonal.clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+        suspicious |= lost & ~(smallest(units.unsqueeze(-1) * factor) > 1e3 * size * eps)  # NaN is suspicious too
     if bool(suspicious.any()):
         each = _each(damping, largest)[suspicious]
         for values, failed, λ in zip(_spectra(damped[suspicious]), info[suspicious], each, strict=True):

@@ -179,7 +179,12 @@ def _propagated(
     return Jet(out.whole(), out.of)  # joined, so that the last bias is in the graph of every derivative
 
 
-def _check_points(x: Tensor) -> None:
+def _check_points(x: Any) -> None:
+    if isinstance(x, Jet):
+        raise NoDerivativeError(
+            "a model that takes derivatives itself would need third derivatives, which are not propagated: "
+            "differentiate the result of natgrad.pde with torch.func.jvp or torch.autograd.grad instead"
+        )
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"points x [*n d] must be a real floating-point tensor, not {kind}: write x.double()")

@@ -415,6 +415,7 @@ class NaturalGradient(torch.optim.Optimizer):
             acceleration=lambda δ: -update.at_rest(inverse.sharp_apart(tracker.batch_queries.christoffel(δ))),
             queries=lambda: tracker.batch_queries,
             loss_at=loss_at,
+            at_rest=update.at_rest,
         )
         step = rule.take(context)
         if not isinstance(step, Step):

@@ -25,9 +25,10 @@ Loss: TypeAlias = Callable[[Mapping[str, Tensor] | None], float]
 class Step:
     """What a rule decided: the displacement δ (to be added), the damping from now on, and what happened, in words.
 
-    A step that is not ``accepted`` changes no parameter. ``landing`` holds the exact values of parameters that a
-    constraint has put somewhere: θ + (bound − θ) would round to either side of the bound. ``velocity``: the momentum
-    from now on, where the rule decides it.
+    A step that is not ``accepted`` changes no parameter. ``converged``: a rule of convergence is met, which ``reason``
+    names, by this step or, if it is not accepted, at this point. ``landing`` holds the exact values of parameters
+    that a constraint has put somewhere: θ + (bound − θ) would round to either side of the bound. ``velocity``: the
+    momentum from now on, where the rule decides it.
     """
 
     displacement: Vector
@@ -37,6 +38,7 @@ class Step:
     ratio: float | None = None  # actual over predicted decrease, where a rule measured it
     landing: Mapping[str, Tensor] = field(default_factory=dict)
     velocity: Vector | None = None
+    converged: bool = False
 
     def __post_init__(self) -> None:
         """A covector is no displacement: a metric has to turn it into a vector."""
@@ -92,6 +94,7 @@ class StepContext:
     queries: Callable[[], BatchQueries]
     loss_at: Loss | None = None
     residuals: ResidualSpace | None = None
+    at_rest: Callable[[Vector], Vector] = lambda v: v  # v, with zeros for parameters that are not to move
 
     @cached_property
     def decayed(self) -> Mapping[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from natgrad.errors import SingularMetricError
 from natgrad.geometry import Vector
 from natgrad.step.base import PlainRule, Step, StepContext, StepRule
 
@@ -124,8 +125,16 @@ class LevenbergMarquardt(StepRule):
     With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u leads from θ to where the step
     lands, weight decay included: above ``good`` the damping is divided by ``factor``, below ``poor`` it is multiplied
     by it. A step that does not lower the loss is not taken; it is tried again with more damping, at most ``tries``
-    times. Where the predicted decrease is below the rounding of the loss, the point is stationary and the parameters
-    stay: ``opt.last.accepted`` is False, and ``reason`` says which of the two it was. Needs ``opt.step(closure)``.
+    times; so is one for which G + damping is singular. Needs ``opt.step(closure)``.
+
+    The damping is λ·diag G (Marquardt 1963) where G is a matrix (``Dense``, ``BlockDense``), so that it does not change
+    with the units of the parameters; with ``scaled=False``, and for other structures, λ·1. Where the residuals are
+    known (``ng.LeastSquares``), the step is that of a QR of their Jacobian.
+
+    ``opt.last.converged`` says that one of three rules is met, and ``reason`` which. "ftol": a step was taken, and the
+    decrease and its prediction are at most ``ftol`` times the loss. "xtol": a step was taken, at most ``xtol`` times as
+    long as the parameters. "stationary": none was, because even without damping the predicted decrease is below the
+    rounding of the loss, or ``gtol``² times the loss. A step that is refused for another reason has not converged.
     """
 
     poor: float = 0.25
@@ -133,10 +142,16 @@ class LevenbergMarquardt(StepRule):
     factor: float = 2.0
     tries: int = 8
     smallest: float = 1e-12
+    scaled: bool = field(default=True, kw_only=True)
+    ftol: float = field(default=1e-8, kw_only=True)
+    xtol: float = field(default=1e-8, kw_only=True)
+    gtol: float = field(default=1e-8, kw_only=True)
 
     def __post_init__(self) -> None:
         if not 0 < self.poor < self.good < 1 or not self.factor > 1 or self.tries < 1:
             raise ValueError(f"LevenbergMarquardt needs 0 < poor < good < 1, factor > 1 and tries ≥ 1, got {self}")
+        if not all(0 <= tol < 1 for tol in (self.ftol, self.xtol, self.gtol)):
+            raise ValueError(f"LevenbergMarquardt needs ftol, xtol and gtol in [0, 1), got {self}")
 
     @property
     def adapts_damping(self) -> bool:
@@ -153,20 +168,70 @@ class LevenbergMarquardt(StepRule):
                 "it compares the loss with ½uᵀGu, and G^p does not predict it. Use power=1, or another step rule",
             )
         λ, start, ratio = max(context.damping, self.smallest), context.loss(None), 0.0
-        rounding = 8 * torch.finfo(next(iter(context.params.values())).dtype).eps * abs(start)
+        flat = max(8 * torch.finfo(next(iter(context.params.values())).dtype).eps, self.gtol**2) * abs(start)
+        δ, singular = None, None
         for _ in range(self.tries):
-            δ = context.natural(λ)
-            u = context.whole(δ)
-            predicted = float(context.differential @ u + 0.5 * (context.operator.flat(u) @ u))
+            try:
+                δ = self._direction(context, λ)
+            except SingularMetricError as error:
+                singular = error
+                λ = min(max(λ * self.factor**2, self._regular(context)), 1 / self.smallest)
+                continue
+            u, predicted = self._predicted(context, δ)
             actual = context.loss(δ) - start
+            lower = actual < 0 and math.isfinite(actual)
+            if abs(predicted) <= flat:
+                if not self._stationary(context, flat):  # λ is too large to tell: the next step tries a longer one
+                    λ = max(context.damping / self.factor**2, self.smallest)
+                    reason = "no decrease in steps that are longer than rounding"
+                    return Step(δ * 0.0, λ, accepted=False, reason=reason)
+                if not lower:
+                    return Step(δ * 0.0, λ, accepted=False, reason="stationary", converged=True)
+                δ = self._direction(context, λ)  # again: momentum remembers the last one
             ratio = actual / predicted if predicted < 0 else 0.0
-            if actual < 0 and math.isfinite(actual):
-                return Step(δ, self._adapted(λ, ratio), ratio=ratio)
-            if abs(predicted) <= rounding:
-                return Step(δ * 0.0, λ, accepted=False, reason="stationary")
+            if lower:
+                reason = self._met(context, u, start, actual, predicted)
+                return Step(δ, self._adapted(λ, ratio), ratio=ratio, reason=reason, converged=bool(reason))
             λ = min(λ * self.factor**2, 1 / self.smallest)  # never infinite, however often no step is found
+        if δ is None:
+            assert singular is not None
+            raise singular
         reason = f"no decrease in {self.tries} tries"
         return Step(δ * 0.0, λ, accepted=False, reason=reason, ratio=ratio)
+
+    def _direction(self, context: StepContext, λ: float) -> Vector:
+        """The displacement with the damping λ."""
+        if context.residuals is not None:
+            return context.move(context.residuals.solve(context.residuals.value, λ))
+        inverse = context.operator.inverse_in_units(λ) if self.scaled else None
+        if inverse is None:
+            return context.natural(λ)
+        return context.move(context.at_rest(inverse.sharp(context.smooth(context.differential))))
+
+    def _regular(self, context: StepContext) -> float:
+        """The least damping that rounding leaves something of."""
+        diagonal = context.operator.diagonal()
+        rounding = 64 * diagonal.numel() * torch.finfo(diagonal.dtype).eps
+        return rounding if self.scaled else rounding * float(diagonal.amax())
+
+    def _predicted(self, context: StepContext, δ: Vector) -> tuple[Vector, float]:
+        u = context.whole(δ)
+        return u, float(context.differential @ u + 0.5 * (context.operator.flat(u) @ u))
+
+    def _stationary(self, context: StepContext, flat: float) -> bool:
+        """Whether the predicted decrease is below rounding with the least damping too, under which it is largest."""
+        try:
+            return abs(self._predicted(context, self._direction(context, self.smallest))[1]) <= flat
+        except SingularMetricError:
+            return True  # what no damping can be left out of is as undamped as it can be
+
+    def _met(self, context: StepContext, u: Vector, start: float, actual: float, predicted: float) -> str:
+        """The rule that a step u, which is taken, meets."""
+        if max(abs(actual), abs(predicted)) <= self.ftol * abs(start):
+            return "ftol"
+        size = math.sqrt(sum(float(p.square().sum()) for p in context.params.values()))
+        length = math.sqrt(sum(float(t.square().sum()) for t in u.values()))
+        return "xtol" if length <= self.xtol * (size + self.xtol) else ""
 
     def _adapted(self, λ: float, ratio: float) -> float:
         if ratio > self.good:

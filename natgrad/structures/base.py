@@ -349,6 +349,13 @@ class Operator(ABC):
             self.refuse(f"one number for {damping:g}", "every part of it has its own mean eigenvalue; use Cholesky()")
         return damping.epsilon * float(self.with_power(1.0).trace()) / self.layout.size
 
+    def inverse_in_units(self, damping: float) -> Inverse | None:
+        """(G + λ·diag G)⁻¹, the damping of Marquardt (1963), which does not change with the units of the parameters.
+
+        None where G is not kept as a matrix.
+        """
+        return None
+
     def flat(self, v: Vector) -> Covector:
         """v♭ = G v."""
         return self.layout.covector(self.product(self.layout.flatten(v)))

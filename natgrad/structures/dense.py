@@ -240,6 +240,9 @@ class DenseOperator(Operator):
         whole = torch.arange(self.layout.size, device=self.matrix.device)
         return _inverse(self.layout, [whole], [self.matrix], damping, self.power, "the dense metric")
 
+    def inverse_in_units(self, damping: float) -> Inverse | None:
+        return replace(self, matrix=_in_units(self.matrix, damping)).inverse(0.0) if self.power == 1 else None
+
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
             self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
@@ -313,12 +316,22 @@ class BlockDenseOperator(Operator):
         what = f"a block of the metric ({', '.join(self.names)})"
         return _inverse(self.layout, self.indices, self.matrices, damping, self.power, what)
 
+    def inverse_in_units(self, damping: float) -> Inverse | None:
+        damped = tuple(_in_units(matrix, damping) for matrix in self.matrices)
+        return replace(self, matrices=damped).inverse(0.0) if self.power == 1 else None
+
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
             self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
         return PseudoInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight, self.power)
+
+
+def _in_units(matrix: Tensor, damping: float) -> Tensor:
+    """G + λ·diag G; parameters that nothing depends on have the unit of the others."""
+    units = matrix.diagonal()
+    return matrix + torch.diag(torch.where(units > 0, damping * units, units.amax().clamp(min=1e-30)))
 
 
 def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:

@@ -44,7 +44,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "trust_region": {"step": ng.TrustRegion(0.05, ng.Backtracking()), "momentum": 0.5},
     "geodesic": {"step": ng.GeodesicCorrected(), "structure": ng.Refresh(ng.Dense(), every=3, decay=0.9)},
     "geodesic_sampled_cg": {"step": ng.GeodesicCorrected(), "metric": SAMPLED, "solver": LOOSE},
-    "levenberg_marquardt": {"step": ng.LevenbergMarquardt()},
+    "levenberg_marquardt": {"step": ng.LevenbergMarquardt(scaled=False)},
     "levenberg_marquardt_every": {
         "step": ng.LevenbergMarquardt(),
         "structure": ng.Refresh(ng.BlockDense(), every=3, decay=0.9),

@@ -84,6 +84,7 @@ def test_a_step_that_raises_the_loss_is_not_taken(weight_decay: float) -> None:
     assert float(model.value.grad) == 2.5  # the gradient of the closure, not of the trial
     assert opt.last is not None
     assert not opt.last.accepted
+    assert not opt.last.converged
     assert opt.last.reason == "no decrease in 1 tries"
     assert opt.param_groups[0]["damping"] == pytest.approx(0.4)
 
@@ -176,9 +177,9 @@ def test_at_a_minimum_it_rests_with_a_finite_damping() -> None:
     for _ in range(150):
         opt.step(closure)
         assert opt.last is not None
-        assert (opt.last.accepted, opt.last.reason) in ((True, ""), (False, "stationary"))
+        assert (opt.last.accepted, opt.last.reason) in ((True, ""), (True, "ftol"), (False, "stationary"))
     assert opt.last is not None
-    assert (opt.last.accepted, opt.last.reason) == (False, "stationary")
+    assert (opt.last.accepted, opt.last.converged, opt.last.reason) == (False, True, "stationary")
     torch.testing.assert_close(oracle.flatten(model.parameters()), rest, rtol=0, atol=1e-12)
     assert opt.param_groups[0]["damping"] <= 1.0
 
@@ -218,3 +219,95 @@ def test_a_closure_is_required_and_must_return_the_loss() -> None:
 def test_impossible_constants_are_refused(constants: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="0 < poor < good < 1, factor > 1 and tries ≥ 1"):
         ng.LevenbergMarquardt(**constants)
+
+
+class Decay(nn.Module):
+    """a·exp(−b·x), with b in units of its own."""
+
+    def __init__(self, unit: float) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.b = nn.Parameter(torch.tensor(2.0 / unit, dtype=torch.float64))
+        self.unit = unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a * torch.exp(-self.unit * self.b * x)
+
+
+def _fit(model: nn.Module, x: Tensor, y: Tensor, steps: int, **options: Any) -> ng.NaturalGradient:
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=ng.LevenbergMarquardt(**options), damping=1e-2)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = half_square(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        opt.step(closure)
+    return opt
+
+
+@pytest.mark.parametrize("unit", [1e-7, 1e7])
+def test_steps_do_not_change_with_the_units_of_the_parameters(unit: float) -> None:
+    """At b in units of 1e±7, G has a condition number of 1e14 and more, and 1 to 100 at unit diagonal."""
+    x = torch.linspace(0, 3, 12, dtype=torch.float64).unsqueeze(1)
+    y = torch.exp(-0.5 * x) + 0.05 * torch.sin(20 * x)
+    ours, plain = Decay(unit), Decay(1.0)
+    for model in (ours, plain):
+        opt = _fit(model, x, y, 5)
+    assert ours.b.item() * unit == pytest.approx(plain.b.item(), rel=1e-9)
+    assert ours.a.item() == pytest.approx(plain.a.item(), rel=1e-9)
+    opt = _fit(ours, x, y, 15)
+    assert opt.last is not None
+    assert opt.last.converged
+
+
+def test_the_damping_rises_where_the_metric_is_singular() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.tensor([1.0, 3.0], dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.p[0] + self.p[1]) * x
+
+    x = torch.linspace(0, 3, 12, dtype=torch.float64).unsqueeze(1)
+    model = Sum()
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=ng.LevenbergMarquardt(), damping=0.0)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = half_square(model(x), 7 * x)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert opt.last is not None
+    assert opt.last.accepted
+    assert model.p.detach().sum().item() == pytest.approx(7, rel=1e-9)
+    assert model.p.detach().diff().item() == pytest.approx(2, abs=1e-2)  # nothing moves along the null direction
+
+
+def test_a_step_that_the_damping_makes_short_is_not_taken_for_the_end() -> None:
+    model, opt, closure = _bowl(1.0, damping=1e17)
+    opt.step(closure)
+    assert opt.last is not None
+    assert not opt.last.converged
+    assert opt.last.reason == "no decrease in steps that are longer than rounding"
+    for _ in range(100):
+        opt.step(closure)
+    assert abs(model.value.item()) < 1e-6
+
+
+@pytest.mark.parametrize(("rule", "constants"), [("ftol", {"xtol": 0.0}), ("xtol", {"ftol": 0.0, "xtol": 1e-4})])
+def test_a_step_that_converges_is_taken_and_names_its_rule(rule: str, constants: dict[str, Any]) -> None:
+    x = torch.linspace(0, 3, 12, dtype=torch.float64).unsqueeze(1)
+    model = Decay(1.0)
+    seen = []
+    for _ in range(14):
+        last = _fit(model, x, torch.exp(-0.5 * x) + 0.05 * torch.sin(20 * x), 1, **constants).last
+        assert last is not None
+        seen.append((last.accepted, last.converged, last.reason))
+    assert (True, True, rule) in seen
+    assert (True, False, "") in seen
