@@ -189,7 +189,8 @@ class NormalJacobian(ResidualJacobian):
         if λ not in self._factors:
             self._factors.clear()
             self._factors[λ] = positive_factor(self.G, λ)
-        return torch.cholesky_solve(ω.unsqueeze(1), self._factors[λ]).squeeze(1)
+        factor = self._factors[λ]
+        return torch.cholesky_solve(ω.unsqueeze(1), factor).squeeze(1)
 
     def singular_values(self) -> Tensor:
         return torch.linalg.eigvalsh(self.G).flip(0).clamp(min=0).sqrt()
