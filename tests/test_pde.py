@@ -288,6 +288,11 @@ class Writes(nn.Module):
         return out
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)).exp()
+
+
 class WithoutGradients(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -305,6 +310,7 @@ class WithoutGradients(nn.Module):
         (lambda x: torch.cdist(x, torch.ones(2, 3)), "_?cdist has no rule, and torch cannot differentiate it twice"),
         (lambda x: x * x[0, 0].item(), "calls item: a number has no derivative"),
         (Writes(), "calls setitem: a tensor cannot hold derivatives. Build it with torch.cat"),
+        (Centred(), "Centred: the value at a point changes by .* if the others are left out"),
         (WithoutGradients(), "calls exp where gradients are switched off"),
         (lambda x: torch.ones(len(x)), "returned a tensor that does not depend on x"),
         (lambda x: (x, x), "returned a tuple: it must return one tensor"),
@@ -423,6 +429,16 @@ def test_metrics_through_the_operator(only_laplacian: bool) -> None:
         block = kfac[start : start + size, start : start + size]
         torch.testing.assert_close(block, expected, rtol=1e-10, atol=1e-10)
         start += size
+
+
+def test_the_residual_is_the_model() -> None:
+    net, x = mlp(nn.Tanh(), out=1), points()
+    opt = ng.KFAC(net, nn.MSELoss())
+    with pytest.raises(TypeError, match=r"called by natgrad\.pde.*a module whose forward returns the residual"):
+        ng.pde.laplacian(net, x)
+    with torch.no_grad():
+        assert ng.pde.laplacian(net, x).shape == (5, 1)
+    del opt
 
 
 def test_metrics_through_layers_without_a_rule_for_jets() -> None:
