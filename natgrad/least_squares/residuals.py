@@ -17,11 +17,12 @@ _FEW_ROWS = 256  # up to which rows of J are differentiated backwards at once, t
 _IN_CACHE = 2**14  # numbers that forward passes return at once
 _FEW_UNKNOWNS = 16  # for complex steps
 _STEP, _LEAST_SIZE = 1e-20, 1e-20  # of a complex step, in units of the unknown, and what an unknown of zero counts as
-_WAYS: WeakKeyDictionary[Any, dict[Any, Way]] = WeakKeyDictionary()  # of functions that were seen before
+_WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
+_CURVED = 1e-2  # what a short step may differ by from its linear prediction
 _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the same may differ by
 
 
-class Way(Enum):
+class Differentiation(Enum):
     """How J is computed."""
 
     COMPLEX = "complex steps"
@@ -52,14 +53,14 @@ class ResidualFunction:
         self._shapes = [p.shape[skip:] for p in tensors]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.shape: torch.Size | None = None  # of the residuals of one fit
-        self._way: Way | None = None  # not known yet
+        self._method: Differentiation | None = None  # not known yet
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
 
     def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
         args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
         some = ResidualFunction(self.fun, self.like, args, self.batch)
-        some.shape, some._way = self.shape, self._way
+        some.shape, some._method = self.shape, self._method
         return some
 
     @property
@@ -91,7 +92,7 @@ class ResidualFunction:
 
     def __call__(self, x: Tensor) -> Tensor:
         """r [b m]."""
-        if self._way is Way.COPIES:
+        if self._method is Differentiation.COPIES:
             return self._with_copies(x)[0].detach().reshape(x.shape[0], -1)
         r = self._call(self._named(x if self.batch else x.squeeze(0)))
         if self.shape is None:
@@ -114,11 +115,11 @@ class ResidualFunction:
 
     def jacobian(self, x: Tensor, r: Tensor) -> Tensor:
         """J [b m n] at x, where the residuals are r."""
-        if self._way is None:
+        if self._method is None:
             return self._first(x, r)
-        if self._way is Way.COMPLEX:
+        if self._method is Differentiation.COMPLEX:
             return self._by_complex_steps(x)
-        if self._way is Way.COPIES:
+        if self._method is Differentiation.COPIES:
             return self._by_copies(x)
         differentiate = self._rows if r.shape[-1] <= max(self.n, _FEW_ROWS) else self._columns
         if self.batch:
@@ -144,32 +145,45 @@ class ResidualFunction:
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape
         few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= _IN_CACHE
-        ways = [memory[key]] if key in memory else [Way.COMPLEX, Way.COPIES, Way.GENERAL][0 if few else 1 :]
-        for way in ways:
-            self._way = way
+        methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 1 :]
+        for method in methods:
+            self._method = method
             try:
                 J = self.jacobian(x, r)
-                right = way is Way.GENERAL or (J.shape[:-1] == r.shape and (key in memory or self._agrees(x, r, J)))
+                tested = key in memory or method is Differentiation.GENERAL
+                right = tested or (J.shape[:-1] == r.shape and self._agrees(x, r, J))
             except Exception:
-                if way is Way.GENERAL:
+                if method is Differentiation.GENERAL:
                     raise
                 right = False  # fun was not written for this, and may fail in any way
             if right:
-                memory[key] = way
+                memory[key] = method
                 if _can_be_known(self.fun):
                     _WAYS[self.fun] = memory
                 return J
-        self._way = Way.GENERAL
+        self._method = Differentiation.GENERAL
         return self.jacobian(x, r)
 
     def confirm(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
-        """Whether r and J are those of ``fun`` here; if not, they will come in the general way."""
-        if self._way is Way.GENERAL or self._agrees(x, r, J):
+        """Whether r and J are those of ``fun`` here; if not, they will come in the general way.
+
+        A short step d is enough to see that: f(x + d) − r is nearly J d, residual by residual.
+        """
+        if self._method is Differentiation.GENERAL or self._predicts(x, r, J) or self._agrees(x, r, J):
             return True
-        self._way = Way.GENERAL
+        self._method = Differentiation.GENERAL
         if _can_be_known(self.fun):
             _WAYS.pop(self.fun, None)
         return False
+
+    def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
+        signs = torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype, device=x.device).square_().sin_()
+        d = torch.finfo(x.dtype).eps ** 0.4 * (x.abs() + _LEAST_SIZE) * signs
+        moved = x + d
+        true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
+        column = d.unsqueeze(-1)
+        off = (true - r - (J @ column).squeeze(-1)).abs()
+        return bool((off <= _CURVED * (J.abs() @ column.abs()).squeeze(-1) + torch.finfo(x.dtype).tiny).all())
 
     def one(self, x: Tensor, *args: Any) -> Tensor:
         """r [m] of one fit, from x [n]."""
