@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -28,11 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from natgrad.accelerate.jets import activated_layer, contracted, is_fused, weighted
+from natgrad.accelerate.jets import Slopes, activated, activated_layer, composed, is_fused, weighted
 from natgrad.errors import BatchStatisticsError, NoDerivativeError
 from natgrad.log import OnceLogger
-
-Slopes: TypeAlias = Iterator[Any]  # derivatives of a function of one number, as tensors; None where one is zero
 
 
 @final
@@ -129,6 +126,14 @@ class Jet:
     __matmul__, __rmatmul__ = _operator(torch.matmul), _reflected(torch.matmul)
     __neg__, __abs__, __getitem__ = _operator(torch.neg), _operator(torch.abs), _operator(operator.getitem)
     __lt__, __le__, __gt__, __ge__ = map(_operator, (torch.lt, torch.le, torch.gt, torch.ge))
+    __eq__, __ne__ = _operator(torch.eq), _operator(torch.ne)
+    __hash__ = object.__hash__
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -146,7 +151,7 @@ class Jet:
         if callable(member):
             return lambda *args, **kwargs: apply(member, (self, *args), kwargs)
         if name in _ATTRIBUTES:
-            return getattr(self.channels, name)
+            return getattr(self.inner.channels if isinstance(self, Composition) else self.channels, name)
         if name in ("T", "mT"):
             return self.transpose(-2, -1) if self.ndim > 1 else self
         raise AttributeError(f"a Jet has no attribute {name!r}")
@@ -160,7 +165,7 @@ class Jet:
 class Composition(Jet):
     """f of every number of a jet, whose channels are formed when something other than a linear layer asks for them."""
 
-    def __init__(self, inner: Jet, slopes: Callable[[Tensor], Slopes]) -> None:
+    def __init__(self, inner: Jet, slopes: Slopes) -> None:
         # What the jet is now: it may be changed in place.
         self.inner, self.slopes = Jet(inner.channels, inner.of, inner.shift), slopes
         self.of, self.shift = inner.of, None
@@ -184,8 +189,9 @@ class Composition(Jet):
     def detached(self) -> Tensor:
         if self._formed is not None:
             return self._formed.detach()
+        z, of = self.inner, self.of
         with torch.no_grad():
-            return _composed(self.inner, self.slopes).channels
+            return activated(z.channels, z.shift, of.weights, self.slopes, of.m, of.second)
 
     @property
     def shape(self) -> torch.Size:
@@ -214,8 +220,6 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """A torch function of jets: by its rule, or by nested forward-mode differentiation."""
     called = getattr(func, "__name__", str(func))
     name = called.strip("_")
-    if called == "__get__":  # an attribute of a tensor
-        return getattr(args[0], func.__self__.__name__)
     of = _jets((args, kwargs))[0].of
     if name in _WITHOUT:
         return func(*_map(args, lambda jet: jet.value.detach()), **_map(kwargs, lambda jet: jet.value.detach()))
@@ -227,16 +231,13 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if name in _REFUSED or kwargs.get("out") is not None:
         raise NoDerivativeError(f"the model calls {name}: {_REFUSED.get(name, 'out= cannot hold a derivative')}")
     if name in _KINKED and of.second:
-        _once[name].log_once(
-            logging.WARNING,
-            "%s has a kink, at which its second derivative is no function: a Laplacian through it is that of the "
-            "smooth pieces, zero for a network of linear layers. Use a smooth activation such as tanh, silu or gelu",
-            name,
-        )
+        _once.log_once(logging.WARNING, f"{name} {_KINK}")
     writes = called.endswith("_") and not called.startswith("__")
     in_place, kwargs = writes or bool(kwargs.get("inplace")), {k: v for k, v in kwargs.items() if k != "inplace"}
     if writes:
-        func = getattr(torch, name, None) or getattr(F, name)
+        func = getattr(torch, name, None) or getattr(F, name, None)
+    if func is None:
+        raise NoDerivativeError(f"the model calls {called}, which is not for derivatives: leave it out")
     if in_place and not isinstance(args[0], Jet):
         raise NoDerivativeError(
             f"the model calls {called} on a tensor, which cannot hold derivatives: do it out of place"
@@ -453,7 +454,7 @@ def _mul(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if isinstance(a, Jet) and isinstance(b, Jet):
         ndim = max(a.ndim, b.ndim)
         a, b = (Jet(_aligned(jet, ndim), jet.of, jet.shift) for jet in (a, b))
-        return _product(torch.mul, torch.mul, a, b)
+        return _product(torch.mul, a, b, lambda mul, _: mul)
     jet, other = (a, b) if isinstance(a, Jet) else (b, a)
     z = _aligned(jet, other.ndim) if isinstance(other, Tensor) else jet.channels
     return Jet(z * other, jet.of, None if jet.shift is None else jet.shift * other)
@@ -466,16 +467,15 @@ def _bilinear(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     if len(jets) == 2:
         function = _function_of(func, args, kwargs)
-        return _product(function, function, jets[0], jets[1])
+        return _product(function, jets[0], jets[1], torch.func.vmap)
     if "matmul" in func.__name__ and isinstance(args[0], Jet) and args[1].ndim < 3:
         return Jet(args[0].whole() @ args[1], args[0].of)
     return _linear(func, args, kwargs)
 
 
-def _product(function: Callable[..., Tensor], batched: Any, a: Jet, b: Jet) -> Jet:
-    """The product rule. ``batched``: the function, where it broadcasts over the channels by itself."""
+def _product(function: Callable[..., Tensor], a: Jet, b: Jet, over: Callable[..., Any]) -> Jet:
+    """The product rule. ``over``: makes it a function of channels, on these axes of a and b."""
     of = a.of
-    over = (lambda f, dims: f) if batched is torch.mul else torch.func.vmap
     (u, U, LU), (v, V, LV) = a.components(), b.components()
     first = over(function, (0, None))(U, v) + over(function, (None, 0))(u, V)
     if not of.second:
@@ -500,26 +500,17 @@ def _quotient(func: Any, args: Arguments, kwargs: Keywords) -> Any:
 # activations.
 
 
-def _composed(jet: Jet, slopes: Callable[[Tensor], Slopes]) -> Jet:
+def _composed(jet: Jet, slopes: Slopes) -> Jet:
     """f of a jet: f′J, and f′L + f″ Σ_ij D_ij J_i J_j."""
-    v, J, L = jet.components()
-    each = slopes(v)
-    f, slope = next(each), next(each)
-    assert f is not None
-    assert slope is not None
-    second = None if L is None else slope * L
-    curvature = next(each) if jet.of.second else None
-    if curvature is not None:
-        bent = curvature * contracted(J, J, jet.of.weights)
-        second = bent if second is None else second + bent
-    return _joined(f, slope * J, second, jet.of)
+    of = jet.of
+    return Jet(composed(jet.channels, jet.shift, of.weights, slopes, of.m, of.second), of)
 
 
-def _elementwise(slopes: Callable[[Tensor], Slopes]) -> Rule:
+def _elementwise(slopes: Slopes) -> Rule:
     return lambda func, args, kwargs: _composed(args[0] if args else kwargs["input"], slopes)
 
 
-def _activation(slopes: Callable[[Tensor], Slopes]) -> Rule:
+def _activation(slopes: Slopes) -> Rule:
     """A function whose f‴ is given, too."""
     return lambda func, args, kwargs: Composition(args[0] if args else kwargs["input"], slopes)
 
@@ -528,7 +519,7 @@ def _by_forward_mode(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """f′ and f″ from torch."""
     jets, function = _jets((args, kwargs)), _function_of(func, args, kwargs)
 
-    def slopes(v: Tensor) -> Slopes:
+    def slopes(v: Tensor) -> Iterator[Any]:
         one = torch.ones_like(v)
 
         def slope(point: Tensor) -> Tensor:
@@ -541,7 +532,7 @@ def _by_forward_mode(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return _composed(jets[0], slopes) if len(jets) == 1 else NotImplemented
 
 
-def _tanh(v: Tensor) -> Slopes:
+def _tanh(v: Tensor) -> Iterator[Any]:
     f = torch.tanh(v)
     yield f
     slope = 1 - f * f
@@ -551,7 +542,7 @@ def _tanh(v: Tensor) -> Slopes:
     yield -2 * (slope * slope + f * curvature)
 
 
-def _sigmoid(v: Tensor) -> Slopes:
+def _sigmoid(v: Tensor) -> Iterator[Any]:
     f = torch.sigmoid(v)
     yield f
     slope = f * (1 - f)
@@ -561,7 +552,7 @@ def _sigmoid(v: Tensor) -> Slopes:
     yield curvature * (1 - 2 * f) - 2 * slope * slope
 
 
-def _silu(v: Tensor) -> Slopes:
+def _silu(v: Tensor) -> Iterator[Any]:
     s = torch.sigmoid(v)
     yield v * s
     slope = s * (1 - s)
@@ -571,7 +562,7 @@ def _silu(v: Tensor) -> Slopes:
     yield 3 * curvature + v * (curvature * (1 - 2 * s) - 2 * slope * slope)
 
 
-def _gelu(v: Tensor) -> Slopes:
+def _gelu(v: Tensor) -> Iterator[Any]:
     density = torch.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
     mass = 0.5 * (1 + torch.erf(v / math.sqrt(2)))
     yield v * mass
@@ -585,29 +576,29 @@ def _gelu_rule(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return _activation(_gelu)(func, args, kwargs) if exact else _by_forward_mode(func, args, kwargs)
 
 
-def _sin(v: Tensor) -> Slopes:
+def _sin(v: Tensor) -> Iterator[Any]:
     f, slope = torch.sin(v), torch.cos(v)
     yield from (f, slope, -f, -slope)
 
 
-def _cos(v: Tensor) -> Slopes:
+def _cos(v: Tensor) -> Iterator[Any]:
     f, slope = torch.cos(v), -torch.sin(v)
     yield from (f, slope, -f, -slope)
 
 
-def _exp(v: Tensor) -> Slopes:
+def _exp(v: Tensor) -> Iterator[Any]:
     f = torch.exp(v)
     yield from (f, f, f, f)
 
 
-def _log(v: Tensor) -> Slopes:
+def _log(v: Tensor) -> Iterator[Any]:
     yield torch.log(v)
     slope = 1 / v
     yield slope
     yield -slope * slope
 
 
-def _sqrt(v: Tensor) -> Slopes:
+def _sqrt(v: Tensor) -> Iterator[Any]:
     f = torch.sqrt(v)
     yield f
     slope = 0.5 / f
@@ -615,7 +606,7 @@ def _sqrt(v: Tensor) -> Slopes:
     yield -0.5 * slope / v
 
 
-def _reciprocal(v: Tensor) -> Slopes:
+def _reciprocal(v: Tensor) -> Iterator[Any]:
     f = torch.reciprocal(v)
     yield f
     slope = -f * f
@@ -623,14 +614,14 @@ def _reciprocal(v: Tensor) -> Slopes:
     yield -2 * f * slope
 
 
-def _erf(v: Tensor) -> Slopes:
+def _erf(v: Tensor) -> Iterator[Any]:
     yield torch.erf(v)
     slope = torch.exp(-v * v) * (2 / math.sqrt(math.pi))
     yield slope
     yield -2 * v * slope
 
 
-def _rsqrt(v: Tensor) -> Slopes:
+def _rsqrt(v: Tensor) -> Iterator[Any]:
     f = torch.rsqrt(v)
     yield f
     slope = -0.5 * f / v
@@ -638,13 +629,13 @@ def _rsqrt(v: Tensor) -> Slopes:
     yield -1.5 * slope / v
 
 
-def _square(v: Tensor) -> Slopes:
+def _square(v: Tensor) -> Iterator[Any]:
     yield v * v
     yield 2 * v
     yield torch.full_like(v, 2)
 
 
-def _relu(v: Tensor) -> Slopes:
+def _relu(v: Tensor) -> Iterator[Any]:
     yield torch.relu(v)
     yield (v > 0).to(v.dtype)
     yield None
@@ -655,7 +646,7 @@ def _power(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if not isinstance(p, (int, float)):
         return NotImplemented
 
-    def slopes(v: Tensor) -> Slopes:
+    def slopes(v: Tensor) -> Iterator[Any]:
         yield v**p
         yield p * v ** (p - 1) if p else torch.zeros_like(v)
         yield p * (p - 1) * v ** (p - 2) if p not in (0, 1) else None
@@ -819,4 +810,8 @@ _KINKED = frozenset(
         *("max", "min", "amax", "amin", "max_pool1d", "max_pool2d", "sort", "topk"),
     )
 )
-_once: defaultdict[str, OnceLogger] = defaultdict(OnceLogger)
+_KINK = (
+    "has a kink, at which its second derivative is no function: a Laplacian through it is that of the smooth pieces, "
+    "zero for a network of linear layers. Use a smooth activation such as tanh, silu or gelu"
+)
+_once = OnceLogger()

@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from natgrad.accelerate.modules import children_in, compiles_calls, parameters_in, without_checkpoints
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
+from natgrad.jet import Jet
 
 # Wrappers: torch.compile and DistributedDataParallel.
 #
@@ -270,6 +271,11 @@ def _head(y: Any, key: Any) -> Any:
 
 
 def _checked(y: Any, what: str) -> Tensor:
+    if isinstance(y, Jet):
+        raise TypeError(
+            "the model was called by natgrad.pde, which takes derivatives by its inputs: its outputs are not what is "
+            "trained then. Give the optimizer or the pullback a module whose forward returns the residual"
+        )
     if not isinstance(y, Tensor):
         raise TypeError(
             f"the model returned a {type(y).__name__}: pass output=, a function from it to the tensor [n *out], or a "

@@ -17,14 +17,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.errors import BatchStatisticsError, NoDerivativeError
-from natgrad.isolation import unfused
+from natgrad.isolation import unfused, untouched
 from natgrad.jet import Directions, Jet
-from natgrad.model import eager, mixing
+from natgrad.model import eager, library_pass, mixing
 
 
 @final
@@ -176,7 +177,30 @@ def _propagated(
             f"the model returned {kind}: it must return one tensor, computed from the points by torch operations. "
             "Wrap it in a function that picks the output"
         )
+    if isinstance(model, nn.Module):
+        _check_apart(model, x, out.value)
     return Jet(out.whole(), out.of)  # joined, so that the last bias is in the graph of every derivative
+
+
+_checked: WeakSet[nn.Module] = WeakSet()
+
+
+def _check_apart(model: nn.Module, x: Tensor, value: Tensor) -> None:
+    """Compare the value at the last point with that of the point alone, when a module is met first."""
+    if model in _checked or x.ndim < 2 or len(x) < 2:
+        return
+    try:
+        with torch.no_grad(), library_pass(), untouched(model), eager(model):
+            alone = model(x[-1:])
+        gap, size = float((alone[0] - value[-1]).detach().abs().max()), float(value.detach().abs().max())
+    except RuntimeError:
+        return  # inside a transform of torch.func, or a model of so many points only
+    if gap > torch.finfo(x.dtype).eps ** 0.5 * size:
+        raise BatchStatisticsError(
+            f"{type(model).__name__}: the value at a point changes by {gap:.2g} if the others are left out, so it "
+            "depends on them. Derivatives by the points need a model that treats every point by itself"
+        )
+    _checked.add(model)
 
 
 def _check_points(x: Any) -> None:

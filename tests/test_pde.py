@@ -115,7 +115,8 @@ def _functions() -> dict[str, Function]:
         "einsum": lambda x: torch.einsum("ni,ij,nj->n", h(x), matrix, h(x)),
         "outer product": lambda x: torch.einsum("ni,nj->nij", h(x), x).flatten(1),
         "variance": lambda x: h(x).var(-1) + torch.logsumexp(h(x), -1) + h(x).norm(dim=-1),
-        "where": lambda x: torch.where(h(x) > 0, h(x), layer(x)),
+        "where": lambda x: torch.where((h(x) > 0) & (x[:, :1] != 0.5), h(x), layer(x)),
+        "sizes": lambda x: h(x).view(x.size(0), -1).to(x.dtype) * len(x) * h(x).dim() / x.numel(),
         "addmm": lambda x: torch.addmm(matrix[0], h(x), matrix),
         "padding": lambda x: F.pad(h(x), (1, 1), value=2.0).square(),
         "gate": lambda x: F.glu(layer(x)),
@@ -171,6 +172,27 @@ def test_the_divergence_and_time_derivatives() -> None:
     u = ng.pde.derivatives(net, x, space=slice(1, None))
     torch.testing.assert_close(u.d(0), slope[..., 0])
     torch.testing.assert_close(u.laplacian, H[..., 1, 1] + H[..., 2, 2])
+
+
+def test_exact_solutions_have_no_residual() -> None:
+    """The heat equation, and Kovasznay's solution of the Navier–Stokes equations."""
+    x = points(7, 5)
+    heat = ng.pde.derivatives(lambda x: torch.exp(-x[:, 0]) * torch.sin(2 * x[:, 1:]).sum(-1), x, space=range(1, 5))
+    torch.testing.assert_close(heat.d(0), heat.laplacian / 4, rtol=1e-12, atol=1e-12)
+
+    re = 40.0
+    rate = re / 2 - math.sqrt(re**2 / 4 + 4 * math.pi**2)
+
+    def kovasznay(x: Tensor) -> Tensor:
+        growth, angle = torch.exp(rate * x[:, 0]), 2 * math.pi * x[:, 1]
+        v = 1 - growth * torch.cos(angle), rate / (2 * math.pi) * growth * torch.sin(angle)
+        return torch.stack([*v, 0.5 * (1 - growth.square())], -1)
+
+    u = ng.pde.derivatives(kovasznay, points(7, 2))
+    v, slope = u.value[:, :2], u.gradient[:, :2]
+    momentum = (slope * v[:, None]).sum(-1) + u.gradient[:, 2] - u.laplacian[:, :2] / re
+    torch.testing.assert_close(momentum, torch.zeros_like(momentum), rtol=0, atol=1e-12)
+    torch.testing.assert_close(trace(slope), torch.zeros(7).double(), rtol=0, atol=1e-12)
 
 
 def test_points_with_any_leading_axes() -> None:
@@ -266,6 +288,11 @@ class Writes(nn.Module):
         return out
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)).exp()
+
+
 class WithoutGradients(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -283,10 +310,12 @@ class WithoutGradients(nn.Module):
         (lambda x: torch.cdist(x, torch.ones(2, 3)), "_?cdist has no rule, and torch cannot differentiate it twice"),
         (lambda x: x * x[0, 0].item(), "calls item: a number has no derivative"),
         (Writes(), "calls setitem: a tensor cannot hold derivatives. Build it with torch.cat"),
+        (Centred(), "Centred: the value at a point changes by .* if the others are left out"),
         (WithoutGradients(), "calls exp where gradients are switched off"),
         (lambda x: torch.ones(len(x)), "returned a tensor that does not depend on x"),
         (lambda x: (x, x), "returned a tuple: it must return one tensor"),
         (lambda x: torch.zeros(2, 3).add_(x), "calls add_ on a tensor"),
+        (lambda x: x.requires_grad_(), "calls requires_grad_, which is not for derivatives"),
         (lambda x: ng.pde.laplacian(torch.exp, x), "third derivatives, which are not propagated"),
     ],
 )
@@ -400,6 +429,16 @@ def test_metrics_through_the_operator(only_laplacian: bool) -> None:
         block = kfac[start : start + size, start : start + size]
         torch.testing.assert_close(block, expected, rtol=1e-10, atol=1e-10)
         start += size
+
+
+def test_the_residual_is_the_model() -> None:
+    net, x = mlp(nn.Tanh(), out=1), points()
+    opt = ng.KFAC(net, nn.MSELoss())
+    with pytest.raises(TypeError, match=r"called by natgrad\.pde.*a module whose forward returns the residual"):
+        ng.pde.laplacian(net, x)
+    with torch.no_grad():
+        assert ng.pde.laplacian(net, x).shape == (5, 1)
+    del opt
 
 
 def test_metrics_through_layers_without_a_rule_for_jets() -> None:

@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from natgrad.accelerate.dispatch import operations_are_seen
 
-Slopes: TypeAlias = Callable[[Tensor], Iterator[Tensor]]  # f, f′, f″ and f‴
+Slopes: TypeAlias = Callable[[Tensor], Iterator[Any]]  # f, f′, f″, None where that is zero, and f‴
+Shift: TypeAlias = Tensor | float | None
 
 
 def weighted(J: Tensor, D: Tensor | None) -> Tensor:
@@ -50,10 +51,21 @@ def _at_once(J: Tensor) -> bool:
     return J.is_cuda or torch.is_grad_enabled()
 
 
-def activated(z: Tensor, shift: Tensor | None, D: Tensor | None, slopes: Slopes, m: int, second: bool) -> Tensor:
-    """h [c *shape]; not for autograd, which would keep what is overwritten here."""
+def composed(z: Tensor, shift: Shift, D: Tensor | None, slopes: Slopes, m: int, second: bool) -> Tensor:
+    """h [c *shape], for autograd: parts of a ``split`` have one gradient, and slices one each."""
+    value, J, *rest = z.split([1, m, *[1] * (len(z) - 1 - m)])
+    f, slope, *curvature = islice(slopes(value.squeeze(0) if shift is None else value.squeeze(0) + shift), 2 + second)
+    L = slope * rest[0] if rest else None
+    if second and curvature[0] is not None:
+        bent = (curvature[0] * contracted(J, J, D)).unsqueeze(0)
+        L = bent if L is None else L + bent
+    return torch.cat([f.unsqueeze(0), slope * J, *([] if L is None else [L])])
+
+
+def activated(z: Tensor, shift: Shift, D: Tensor | None, slopes: Slopes, m: int, second: bool) -> Tensor:
+    """The same without autograd, which would keep what is overwritten here."""
     value = z[0] if shift is None else z[0] + shift
-    f, slope, *curvature = islice(slopes(value), 3 if second else 2)
+    f, slope, *curvature = islice(slopes(value), 2 + second)
     out = z * slope
     out[0] = f
     if not second:
@@ -103,14 +115,14 @@ class ActivatedLayer(Function):
         (G,) = cotangents
         dW = dz = dshift = dD = None
         if of_W:
-            again = differentiable if torch.is_grad_enabled() else activated
+            again = composed if torch.is_grad_enabled() else activated
             h = again(z, shift, D, ctx.slopes, m, second)
             dW = G.reshape(-1, G.shape[-1]).mT @ h.reshape(-1, h.shape[-1])
             del h
         if of_z or of_shift or of_D:
             dh = G @ W
             value = z[0] if shift is None else z[0] + shift
-            _, slope, *higher = islice(ctx.slopes(value), 4 if second else 3)
+            _, slope, *higher = islice(ctx.slopes(value), 3 + second)
             J = z[1 : 1 + m]
             dv, of_bent = higher[0] * contracted(dh[1 : 1 + m], J, None), None
             if second:
@@ -140,7 +152,7 @@ class ActivatedLayer(Function):
         dz = torch.zeros_like(z) if dz is None else dz
         value, dv = (z[0], dz[0]) if shift is None else (z[0] + shift, dz[0])
         dv = dv if dshift is None else dv + dshift
-        _, slope, *higher = islice(ctx.slopes(value), 4 if second else 3)
+        _, slope, *higher = islice(ctx.slopes(value), 3 + second)
         first = slope * dz[1 : 1 + m] + higher[0] * dv * J
         rows = [(slope * dv).unsqueeze(0), first]
         if second:
@@ -153,16 +165,4 @@ class ActivatedLayer(Function):
         out = functional.linear(torch.cat(rows), W)
         if dW is None:
             return out
-        return out + functional.linear(differentiable(z, shift, D, ctx.slopes, m, second), dW)
-
-
-def differentiable(z: Tensor, shift: Tensor | None, D: Tensor | None, slopes: Slopes, m: int, second: bool) -> Tensor:
-    """h, for autograd."""
-    value = z[0] if shift is None else z[0] + shift
-    f, slope, *curvature = islice(slopes(value), 3 if second else 2)
-    J = z[1 : 1 + m]
-    rows = [f.unsqueeze(0), slope * J]
-    if second:
-        bent = curvature[0] * contracted(J, J, D)
-        rows.append((bent if len(z) == 1 + m else bent + slope * z[-1]).unsqueeze(0))
-    return torch.cat(rows)
+        return out + functional.linear(composed(z, shift, D, ctx.slopes, m, second), dW)

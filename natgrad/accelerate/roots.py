@@ -200,7 +200,8 @@ def inverse_powers(
     products of these are all other powers, so that M⁻¹ beside M^-½ is one more product. The order of the factors
     matters: symmetrising T makes the iteration unstable, and so does a start from the previous root, which does not
     commute with M. Therefore every root begins at 1, and ``minimax`` makes that short: 4 steps for a condition number
-    of 10⁵. The last step sees a T near 1, in which E = T − 1 is rounded and not T, and may be in tf32.
+    of 10⁵. The last step sees a T near 1, in which E = T − 1 is rounded and not T: its polynomial may be in tf32. Z may
+    not, which is large where M is small: rounding it there would change it where M is large.
 
     The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, and the largest of all roots that the powers are made of, measured in
     single precision by products with a few signs (Hutchinson 1990). Rounding leaves at most about 10⁻⁷ times the
@@ -403,7 +404,8 @@ def _square_roots(
         y = product.operand(Y)
         if step == len(others):
             c, G = _near_one(product(z, y, alpha=1 / _UNIT), coefficients)
-            return Y if last else torch.baddbmm(Y, Y, G, beta=c), torch.baddbmm(Z, G, Z, beta=c)
+            g = product.operand(G)
+            return Y if last else product.add_(Y.clone(), y, g, beta=c), product.add_(Z.clone(), g, z, beta=c)
         T = product(z, y)
         h = product.operand(_polynomial(T, _squared(T, product), coefficients, product))
         Y, Z = product(y, h), product(h, z)
