@@ -143,7 +143,7 @@ class ResidualFunction:
         """J in the first way that is right. What was found out about ``fun`` in an earlier call is not tested twice."""
         assert self.shape is not None
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
-        key = self.batch, tuple(self._shapes), self.shape
+        key = self.batch, tuple(self._shapes), self.shape, x.dtype
         few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= _IN_CACHE
         methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 1 :]
         for method in methods:
@@ -158,7 +158,7 @@ class ResidualFunction:
                 right = False  # fun was not written for this, and may fail in any way
             if right:
                 memory[key] = method
-                if _can_be_known(self.fun):
+                if _can_be_known(self.fun) and bool(r.isfinite().all()):
                     _WAYS[self.fun] = memory
                 return J
         self._method = Differentiation.GENERAL
