@@ -3,6 +3,7 @@
     python -m experiments.pde --problem poisson2d --solver natgrad adam --seeds 5 --minutes 1
     python -m experiments.pde --problem poisson5d --device cuda --minutes 5 --results DIR
     python -m experiments.pde --report --results DIR
+    python -m experiments.pde --figure
 
 A run writes ``DIR/<problem>/<solver>-<seed>.jsonl``: a header, then a line for each of some hundred looks at the error.
 Time is that of the steps alone. A run that was cut short goes on from its last checkpoint, and one that is complete is
@@ -27,6 +28,7 @@ from torch import nn
 
 from benchmarks.harness import machine
 from experiments.files import commit, replaced
+from experiments.pde.figure import draw
 from experiments.pde.problems import PROBLEMS, Problem
 from experiments.pde.solvers import RATES, SOLVERS, Stepper
 
@@ -48,6 +50,7 @@ class Run:
     device: str
     memory: int
     results: Path
+    commit: str
 
     @property
     def name(self) -> str:
@@ -126,7 +129,7 @@ class Run:
             "seed": self.seed,
             "seconds": self.seconds,
             "parameters": parameters,
-            "commit": commit(),
+            "commit": self.commit,
             "machine": machine(torch.device(self.device)),
         }
         self.log.write_text(json.dumps(header, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -163,7 +166,7 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
                 for rate in rates:
                     yield Run(
                         PROBLEMS[problem], solver, rate, seed, 60 * options.minutes, options.device,
-                        int(options.memory * 2**30), options.results,
+                        int(options.memory * 2**30), options.results, options.commit,
                     )  # fmt: skip
 
 
@@ -208,11 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="of the processor")
     parser.add_argument("--memory", type=float, default=64.0, help="GiB that a structure may occupy")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="of the code, where git does not tell it")
+    parser.add_argument("--figure", action="store_true", help="draw the figure of docs/pde.md from the logs")
     parser.add_argument("--report", action="store_true", help="print the tables of the logs, and run nothing")
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if not options.report:
+    if options.figure:
+        draw(options.results)
+    elif not options.report:
+        options.commit = options.commit or commit()
         for run in runs(options):
             if not run.complete():
                 run.execute()

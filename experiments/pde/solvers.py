@@ -134,7 +134,7 @@ SOLVERS: dict[str, Callable[[nn.Module, Classes, float | None, int], Stepper]] =
     "muon": muon,
 }
 RATES: dict[str, tuple[float, ...]] = {  # that a baseline is tuned over
-    "adam": (1e-2, 3e-3, 1e-3, 3e-4),
+    "adam": (3e-2, 1e-2, 3e-3, 1e-3),
     "soap": (1e-2, 3e-3, 1e-3),
     "muon": (1e-2, 3e-3, 1e-3),
 }

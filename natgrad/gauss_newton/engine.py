@@ -118,6 +118,34 @@ class LeastSquaresResult:
         G = self.jacobian.operator.dense()
         return (2 * self.loss / (m - p)) * torch.linalg.inv(G)
 
+    def covariance_of(self, name: str, *, variance: float | None = None) -> Tensor:
+        """The covariance [q q] of one parameter, also where others are not determined: its block of σ²(JᵀJ)⁺.
+
+        ``variance``: σ², of the scaled residuals, where it is known; by default ‖r‖²/(m − rank). Refused where the
+        residuals do not determine this parameter: a change of it can be made up for by the others.
+        """
+        if name not in self.params:
+            raise ValueError(f"there is no parameter {name!r}: there are {', '.join(self.params)}")
+        m, p = self.shape
+        if variance is None and m <= self.rank:
+            raise SingularMetricError(
+                f"{m} residuals and the rank {self.rank} leave nothing to tell the variance from: give variance="
+            )
+        sizes = [t.numel() for t in self.params.values()]
+        at = list(self.params).index(name)
+        span = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
+        values, vectors = torch.linalg.eigh(self.jacobian.operator.dense().double())
+        regular = values > p * torch.finfo(values.dtype).eps * values[-1]
+        block = vectors[span, regular]
+        lost = 1 - block.square().sum(1)
+        if bool((lost > 1e-6).any()):
+            raise SingularMetricError(
+                f"the residuals do not determine {name}: {float(lost.max()):.1g} of a change of it can be made up for "
+                "by other parameters"
+            )
+        σ2 = 2 * self.loss / (m - self.rank) if variance is None else variance
+        return σ2 * (block / values[regular]) @ block.T
+
     @property
     def standard_errors(self) -> dict[str, Tensor]:
         """The root of the diagonal of the covariance, parameter by parameter."""

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.errors import SingularMetricError
+from natgrad.errors import MemoryBoundError, SingularMetricError
 from natgrad.linalg import check_finite, check_positive
 from natgrad.pullback.pullback import Pullback
 from natgrad.solve.cg import CG
@@ -96,17 +96,9 @@ class KernelJacobian(ResidualJacobian):
         return (ω - self.solve(self.push(ω), damping)) / damping
 
     def _factor(self, damping: float) -> Tensor:
-        """Of JJᵀ + λ; where rounding makes that indefinite, of the next λ·4ᵏ for which it is not."""
         if damping not in self._factors:
-            matrix, added, λ, info = self.gram.clone(), 0.0, damping, None
-            while info is None or bool(info):
-                if not λ < math.inf:
-                    raise SingularMetricError("the Gram matrix of the residuals is not positive at any damping")
-                matrix.diagonal().add_(λ - added)
-                factor, info = torch.linalg.cholesky_ex(matrix)
-                added, λ = λ, 4 * λ
             self._factors.clear()
-            self._factors[damping] = factor
+            self._factors[damping] = positive_factor(self.gram, damping)
         return self._factors[damping]
 
     def singular_values(self) -> Tensor:
@@ -174,6 +166,50 @@ class DenseJacobian(ResidualJacobian):
 
 @final
 @dataclass(frozen=True)
+class NormalJacobian(ResidualJacobian):
+    """For so many rows that J does not fit: G = JᵀJ [p p], summed over chunks of points, and J by products.
+
+    The condition number is that of J squared: λ is at least the rounding of G.
+    """
+
+    exact: ImplicitOperator
+    G: Tensor
+    _factors: dict[float, Tensor] = field(default_factory=dict)
+
+    @property
+    def operator(self) -> ImplicitOperator:
+        return self.exact
+
+    def solve(self, t: Tensor, damping: float) -> Tensor:
+        return self.sharp(self.pull(t), damping)
+
+    def sharp(self, ω: Tensor, damping: float) -> Tensor:
+        rounding = len(self.G) * torch.finfo(self.G.dtype).eps * float(self.G.diagonal().amax())
+        λ = max(damping, rounding)
+        if λ not in self._factors:
+            self._factors.clear()
+            self._factors[λ] = positive_factor(self.G, λ)
+        factor = self._factors[λ]
+        return torch.cholesky_solve(ω.unsqueeze(1), factor).squeeze(1)
+
+    def singular_values(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.G).flip(0).clamp(min=0).sqrt()
+
+
+def positive_factor(matrix: Tensor, damping: float) -> Tensor:
+    """The Cholesky factor of a matrix + λ; where rounding makes that indefinite, at the next λ·4ᵏ where it is not."""
+    damped, added, λ, info = matrix.clone(), 0.0, damping, None
+    while info is None or bool(info):
+        if not λ < math.inf:
+            raise SingularMetricError("the products of the rows of J are not positive at any damping")
+        damped.diagonal().add_(λ - added)
+        factor, info = torch.linalg.cholesky_ex(damped)
+        added, λ = λ, 4 * λ
+    return factor
+
+
+@final
+@dataclass(frozen=True)
 class StructuredJacobian(ResidualJacobian):
     """J by products, and (Ĝ + λ)⁻¹ of another structure Ĝ: ``Implicit`` by ``CG``, Kronecker factors by Cholesky."""
 
@@ -209,25 +245,62 @@ def jacobian_of(
 ) -> ResidualJacobian:
     """J of all classes, in the given structure, or in the one that their sizes ask for."""
     layout = Layout(pullbacks[0].model.like, pullbacks[0].y.dtype)
-    structure = structure or chosen(pullbacks, memory)
-    if isinstance(structure, Kernel | Dense):
-        kernels = tuple(Kernel().estimate(pb) for pb in pullbacks)
-        rows = RowStack(layout, kernels, tuple(map(math.sqrt, weights)))
+    sizes = Sizes.of(pullbacks, memory)
+    structure = structure or sizes.chosen()
+    if isinstance(structure, Kernel) or (isinstance(structure, Dense) and sizes.rows_fit):
+        if isinstance(structure, Kernel):
+            sizes.admit_kernel()
+        rows = RowStack(layout, tuple(map(Kernel().factored, pullbacks)), tuple(map(math.sqrt, weights)))
         return KernelJacobian(rows) if isinstance(structure, Kernel) else DenseJacobian(rows)
-    pairs = zip(pullbacks, weights, strict=True)
+    pairs = list(zip(pullbacks, weights, strict=True))
     terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
     exact = ImplicitOperator(layout, terms)
     if isinstance(structure, Implicit):
         return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
-    approximate = averaged([(w, structure.estimate(pb)) for pb, w in zip(pullbacks, weights, strict=True)])
+    if isinstance(structure, Dense):
+        return NormalJacobian(exact, torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0))
+    approximate = averaged([(w, structure.estimate(pb)) for pb, w in pairs])
     return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
 
 
-def chosen(pullbacks: Sequence[Pullback], memory: int) -> Structure:
-    """``Kernel`` for fewer rows than parameters, else ``Dense``; ``Implicit`` where neither fits into memory."""
-    size, p = pullbacks[0].y.element_size(), pullbacks[0].model.size
-    m = sum(pb.y.numel() for pb in pullbacks)
-    factors = sum(Kernel().elements(pb) - 2 * (pb.columns * pb.n) ** 2 for pb in pullbacks)
-    needed: dict[Structure, int] = {Kernel(): factors + 3 * m**2, Dense(): factors + 3 * m * p + 3 * p**2}
-    order = [Kernel(), Dense()] if m < p else [Dense(), Kernel()]
-    return next((each for each in order if needed[each] * size <= memory), Implicit())
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """How many numbers the ways to keep J need, for m rows and p parameters, and how many there may be."""
+
+    m: int
+    p: int
+    factors: int
+    most: int
+
+    @staticmethod
+    def of(pullbacks: Sequence[Pullback], memory: int) -> Sizes:
+        rows = [pb.columns * pb.n for pb in pullbacks]
+        factors = sum(Kernel().elements(pb) - 2 * count**2 for pb, count in zip(pullbacks, rows, strict=True))
+        return Sizes(sum(rows), pullbacks[0].model.size, factors, memory // pullbacks[0].y.element_size())
+
+    @property
+    def rows_fit(self) -> bool:
+        """Whether J, its factor Q, and a few matrices [p p] do."""
+        return self.factors + 3 * self.m * self.p + 5 * self.p**2 <= self.most
+
+    @property
+    def gram_fits(self) -> bool:
+        """Whether JJᵀ, its factor and a temporary do."""
+        return self.factors + 3 * self.m**2 <= self.most
+
+    def chosen(self) -> Structure:
+        """``Kernel`` for fewer rows than parameters, else ``Dense``; ``Implicit`` where neither fits into memory."""
+        square = 4 * self.p**2 <= self.most
+        if self.m < self.p:
+            return Kernel() if self.gram_fits else Implicit()
+        return Dense() if self.rows_fit or square else Implicit()
+
+    def admit_kernel(self) -> None:
+        """Refuse a Gram matrix that does not fit, before it is made."""
+        if not self.gram_fits:
+            needed = self.factors + 3 * self.m**2
+            raise MemoryBoundError(
+                f"JJᵀ of {self.m:,} residuals and the factors of its rows need {needed:,} numbers, over the bound of "
+                f"{self.most:,} (memory=): use structure=Implicit(), or fewer points in a step"
+            )

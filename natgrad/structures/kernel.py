@@ -67,9 +67,13 @@ class Kernel(Structure):
             numbers += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
         return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
-    @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KernelOperator:
         self.admit(pullback)
+        return self.factored(pullback)
+
+    @without_autocast
+    def factored(self, pullback: Pullback) -> KernelOperator:
+        """The rows alone, for those who need no Gram matrix: only their factors must fit into memory."""
         coupled = pullback.coupled
         K = None if coupled is None or coupled.K is None else KernelMatrix.of(coupled.K)
         pb = pullback if K is None else pullback.unmixed()

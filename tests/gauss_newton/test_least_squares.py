@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.errors import MemoryBoundError, SingularMetricError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
 from tests.gauss_newton.problems import exact_rows, flat, grid, network, poisson, solution
@@ -49,12 +50,26 @@ def test_the_gram_matrix_is_exact_and_the_loss_is_that_of_the_classes() -> None:
 
 
 def test_the_structure_follows_the_sizes_and_the_memory() -> None:
-    kinds = [(network(2, 7, 1), 2**32), (network(2, 20, 20, 1), 2**32), (network(2, 20, 20, 1), 2**12)]
-    names = []
-    for net, memory in kinds:
-        problem = ng.LeastSquares(poisson(), net, memory=memory, step=ng.Fixed(), damping=1.0)
-        names.append(type(problem.solve(max_steps=1).jacobian).__name__)
-    assert names == ["DenseJacobian", "KernelJacobian", "StructuredJacobian"]
+    kinds = [
+        ((2, 7, 1), 6, 2**32, "DenseJacobian"),
+        ((2, 20, 20, 1), 6, 2**32, "KernelJacobian"),
+        ((2, 20, 20, 1), 6, 2**12, "StructuredJacobian"),
+        ((2, 7, 1), 30, 2**17, "NormalJacobian"),
+    ]
+    for sizes, n, memory, kind in kinds:
+        net = network(*sizes)
+        r, J = exact_rows(net, n)
+        problem = ng.LeastSquares(poisson(n), net, memory=memory, step=ng.Fixed(), damping=1.0)
+        before = flat(net)
+        assert type(problem.solve(max_steps=1).jacobian).__name__ == kind
+        exact = torch.linalg.solve(J.T @ J + torch.eye(J.shape[1]).double(), J.T @ r)
+        assert torch.allclose(before - flat(net), exact, rtol=1e-6, atol=1e-9)
+
+
+def test_a_gram_matrix_over_the_bound_is_refused_before_it_is_made() -> None:
+    problem = ng.LeastSquares(poisson(), network(2, 20, 1), structure=ng.Kernel(), memory=2**14)
+    with pytest.raises(MemoryBoundError, match="JJᵀ of 60 residuals"):
+        problem.step()
 
 
 def test_spring_is_the_step_nearest_to_the_last_one() -> None:
@@ -190,3 +205,20 @@ def test_the_optimizer_makes_the_steps_of_the_problem_and_resumes() -> None:
     again.load_state_dict(opt.state_dict())
     assert float(opt.step()) == float(again.step())
     assert torch.equal(flat(nets[1]), flat(nets[2]))
+
+
+def test_a_parameter_has_a_covariance_where_others_have_none() -> None:
+    x = torch.linspace(0, 1, 30).double()
+    t = 2 * x + 0.1 * (30 * x).sin()
+    θ = {"slope": torch.ones(1).double(), "a": torch.ones(1).double(), "b": torch.ones(1).double()}
+    result = ng.LeastSquares(lambda θ: θ["slope"] * x + θ["a"] + θ["b"] - t, θ).solve()
+    A = torch.stack([x, torch.ones_like(x)], 1)
+    fit = torch.linalg.lstsq(A, t[:, None]).solution[:, 0]
+    inverse = torch.linalg.inv(A.T @ A)[0, 0]
+    assert result.rank == 2
+    assert float(result.covariance_of("slope")) == pytest.approx(float((A @ fit - t).square().sum() / 28 * inverse))
+    assert float(result.covariance_of("slope", variance=4.0)) == pytest.approx(4 * float(inverse))
+    with pytest.raises(SingularMetricError, match="do not determine a"):
+        result.covariance_of("a")
+    with pytest.raises(ValueError, match="no parameter 'c': there are slope, a, b"):
+        result.covariance_of("c")
