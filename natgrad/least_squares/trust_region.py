@@ -22,7 +22,7 @@ _NEWTON = 10  # steps for λ
 _LEAST_RATIO = 1e-4  # least ratio of actual to predicted decrease of a step that is taken
 _FALLS = 0.9  # of the last offset: a settled fit goes on while its offset falls so
 _PATIENCE = 10
-_NOISE = 8  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
+_NOISE = 4  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
 _RUNNING_SHARE = 0.75  # of the fits, below which those that have stopped are put aside
 
 
@@ -159,7 +159,9 @@ def _step(
     finite = abs(actual) < torch.inf
     actual = select(finite, actual, -torch.inf)
 
-    small = rules.ftol * fits.cost
+    length = (2 * fits.cost) ** 0.5  # of the residuals, which are differences of terms of the size ‖Dx‖ or less
+    rounding = _NOISE * torch.finfo(p.dtype).eps * length * (length + model.size)
+    small = greatest(rules.ftol * fits.cost, rounding)
     by_f = (predicted <= small) & (abs(actual) <= small)
     by_x = norm <= rules.xtol * (model.size + rules.xtol * model.unit)
     met = select(by_f & by_x, FTOL_XTOL, select(by_f, FTOL, select(by_x, XTOL, 0)))
@@ -167,8 +169,6 @@ def _step(
 
     running = fits.status == RUNNING
     ratio = actual / greatest(predicted, torch.finfo(p.dtype).tiny)
-    length = (2 * fits.cost) ** 0.5  # of the residuals, which are differences of terms of the size ‖Dx‖ or less
-    rounding = _NOISE * torch.finfo(p.dtype).eps * length * (length + model.size)
     taken = running & ((ratio > _LEAST_RATIO) | ((fits.settled > 0) & (actual >= -rounding)))
     fits.evaluations = fits.evaluations + running
     fits.shortened = fits.shortened + (running & negated(finite))
