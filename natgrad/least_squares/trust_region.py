@@ -176,7 +176,9 @@ def _step(
     fits.stop(negated(taken) & (fits.settled > 0), fits.settled)
 
     # The parabola through the slope and the two costs has its minimum at this share of the step
-    shrink = select(actual < 0, greatest(0.1, least(0.5, 0.5 * slope / greatest(slope - actual, torch.finfo(p.dtype).tiny))), 0.5)
+    shrink = select(
+        actual < 0, greatest(0.1, least(0.5, 0.5 * slope / greatest(slope - actual, torch.finfo(p.dtype).tiny))), 0.5
+    )
     radius = least(fits.radius, norm) if first else fits.radius
     poor, good = ratio <= 0.25, (ratio >= 0.75) | (fits.λ == 0)
     fits.radius = select(poor, shrink * least(radius, 10 * norm), select(good, 2 * norm, radius))
