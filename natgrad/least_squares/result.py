@@ -14,7 +14,7 @@ from natgrad.least_squares.trust_region import EVALUATIONS, FTOL, FTOL_XTOL, GTO
 
 _WHY = {
     GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",
-    FTOL: "ftol: a step changed the cost by no more than ftol times the cost",
+    FTOL: "ftol: a step changed the cost by no more than ftol times the cost, or rounding",
     XTOL: "xtol: a step changed the unknowns by no more than xtol times their size",
     FTOL_XTOL: "ftol and xtol: a step changed neither the cost nor the unknowns by more than their share",
     EVALUATIONS: "max_nfev: the number of evaluations is spent; the fit has not converged",
