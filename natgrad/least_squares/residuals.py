@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from types import FunctionType
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
@@ -14,19 +15,35 @@ Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
 _FEW_ROWS = 256  # up to which rows of J are differentiated backwards at once, though there are fewer columns
 _IN_CACHE = 2**14  # numbers that forward passes return at once
-_ELEMENTWISE: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()  # which functions may be given copies
+_FEW_UNKNOWNS = 16  # for complex steps
+_STEP, _LEAST_SIZE = 1e-20, 1e-20  # of a complex step, in units of the unknown, and what an unknown of zero counts as
+_WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
+_CURVED = 1e-2  # what a short step may differ by from its linear prediction
 _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the same may differ by
+
+
+class Differentiation(Enum):
+    """How J is computed."""
+
+    COMPLEX = "complex steps"
+    COPIES = "a copy of the unknowns for each residual"
+    GENERAL = "rows or columns"
 
 
 @final
 class ResidualFunction:
     """``fun`` of one fit, or of b fits beside each other, with unknowns flattened to x [b n] and residuals to r [b m].
 
-    The Jacobian [b m n] comes in the cheapest of three ways. Where every residual is a function of the unknowns and of
-    its own data alone, as in a curve fit, residual i gets its own copy of the unknowns: then one backward pass of Σ r
-    leaves row i of J at copy i. Whether ``fun`` is such a function, the first call tests (its values must not change,
-    and a product Jᵀu must be that of an ordinary backward pass), and ``confirm`` tests it again at the solution. Else
-    the rows come by backward passes, batched by ``vmap``, or, where there are many, the columns by forward passes.
+    The Jacobian [b m n] comes in the cheapest way that ``fun`` allows.
+
+    - Where every residual is a function of the unknowns and of its own data alone, as in a curve fit, unknowns may be
+      tensors that are broadcast against the data. With few unknowns, column j of J is then Im f(x + ih e_j)/h, exact
+      for analytic functions because nothing is subtracted (Squire and Trapp 1998). With more, or in a batch, residual i
+      gets its own copy of the unknowns, and one backward pass of Σ r leaves row i of J at copy i.
+    - Else the rows come by backward passes, batched by ``vmap``, or, if there are many, the columns by forward passes.
+
+    Whether ``fun`` is such a function, the first call tests (its values must not change, and a product Jᵀu must be that
+    of an ordinary backward pass), and ``confirm`` tests it again at the solution.
     """
 
     def __init__(self, fun: Callable[..., Tensor], like: Unknowns, args: tuple[Any, ...], batch: bool) -> None:
@@ -36,14 +53,14 @@ class ResidualFunction:
         self._shapes = [p.shape[skip:] for p in tensors]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.shape: torch.Size | None = None  # of the residuals of one fit
-        self._by_copies: bool | None = None  # not known yet
+        self._method: Differentiation | None = None  # not known yet
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
 
     def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
         args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
         some = ResidualFunction(self.fun, self.like, args, self.batch)
-        some.shape, some._by_copies = self.shape, self._by_copies
+        some.shape, some._method = self.shape, self._method
         return some
 
     @property
@@ -75,7 +92,7 @@ class ResidualFunction:
 
     def __call__(self, x: Tensor) -> Tensor:
         """r [b m]."""
-        if self._by_copies:
+        if self._method is Differentiation.COPIES:
             return self._with_copies(x)[0].detach().reshape(x.shape[0], -1)
         r = self._call(self._named(x if self.batch else x.squeeze(0)))
         if self.shape is None:
@@ -98,10 +115,12 @@ class ResidualFunction:
 
     def jacobian(self, x: Tensor, r: Tensor) -> Tensor:
         """J [b m n] at x, where the residuals are r."""
-        if self._by_copies is None:
+        if self._method is None:
             return self._first(x, r)
-        if self._by_copies:
-            return self._of_copies(x)
+        if self._method is Differentiation.COMPLEX:
+            return self._by_complex_steps(x)
+        if self._method is Differentiation.COPIES:
+            return self._by_copies(x)
         differentiate = self._rows if r.shape[-1] <= max(self.n, _FEW_ROWS) else self._columns
         if self.batch:
             return torch.vmap(differentiate)(x, *self.args).detach()
@@ -121,31 +140,50 @@ class ResidualFunction:
         return torch.vmap(column, out_dims=1, chunk_size=max(16, _IN_CACHE // self.shape.numel()))(eye)
 
     def _first(self, x: Tensor, r: Tensor) -> Tensor:
-        """J by copies, if it can be had so. What was found out about ``fun`` in an earlier call is not tested twice."""
-        memory = _ELEMENTWISE.get(self.fun, {}) if _can_be_known(self.fun) else {}
-        key = self.batch, tuple(self._shapes), self.shape
-        self._by_copies = False
-        if memory.get(key, True):  # True where it is not known yet
+        """J in the first way that is right. What was found out about ``fun`` in an earlier call is not tested twice."""
+        assert self.shape is not None
+        memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
+        key = self.batch, tuple(self._shapes), self.shape, x.dtype
+        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= _IN_CACHE
+        methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 1 :]
+        for method in methods:
+            self._method = method
             try:
-                J = self._of_copies(x)
-                same = J.shape[:-1] == r.shape and (key in memory or self._agrees(x, r, J))
-            except Exception:  # fun was not written for this, and may fail in any way
-                same = False
-            self._by_copies = memory[key] = same
-            if _can_be_known(self.fun):
-                _ELEMENTWISE[self.fun] = memory
-            if same:
+                J = self.jacobian(x, r)
+                tested = key in memory or method is Differentiation.GENERAL
+                right = tested or (J.shape[:-1] == r.shape and self._agrees(x, r, J))
+            except Exception:
+                if method is Differentiation.GENERAL:
+                    raise
+                right = False  # fun was not written for this, and may fail in any way
+            if right:
+                memory[key] = method
+                if _can_be_known(self.fun) and bool(r.isfinite().all()):
+                    _WAYS[self.fun] = memory
                 return J
+        self._method = Differentiation.GENERAL
         return self.jacobian(x, r)
 
     def confirm(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
-        """Whether r and J, if they came by copies, are those of ``fun`` here; if not, they will not come so again."""
-        if not self._by_copies or self._agrees(x, r, J):
+        """Whether r and J are those of ``fun`` here; if not, they will come in the general way.
+
+        A short step d is enough to see that: f(x + d) − r is nearly J d, residual by residual.
+        """
+        if self._method is Differentiation.GENERAL or self._predicts(x, r, J) or self._agrees(x, r, J):
             return True
-        self._by_copies = False
+        self._method = Differentiation.GENERAL
         if _can_be_known(self.fun):
-            _ELEMENTWISE[self.fun] = {}
+            _WAYS.pop(self.fun, None)
         return False
+
+    def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
+        signs = torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype, device=x.device).square_().sin_()
+        d = torch.finfo(x.dtype).eps ** 0.4 * (x.abs() + _LEAST_SIZE) * signs
+        moved = x + d
+        true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
+        column = d.unsqueeze(-1)
+        off = (true - r - (J @ column).squeeze(-1)).abs()
+        return bool((off <= _CURVED * (J.abs() @ column.abs()).squeeze(-1) + torch.finfo(x.dtype).tiny).all())
 
     def one(self, x: Tensor, *args: Any) -> Tensor:
         """r [m] of one fit, from x [n]."""
@@ -163,7 +201,14 @@ class ResidualFunction:
         self._last = x, r, copies
         return r, copies
 
-    def _of_copies(self, x: Tensor) -> Tensor:
+    def _by_complex_steps(self, x: Tensor) -> Tensor:
+        assert self.shape is not None
+        n, ones = self.n, (1,) * len(self.shape)
+        h = (x[0].abs() + _LEAST_SIZE) * _STEP
+        steps = torch.complex(x.mT.expand(n, n), torch.diag(h)).view(n, n, *ones)  # [unknown, step, *residuals]
+        return (self._call(self._named(steps, n, *ones)).detach().imag.reshape(n, -1) / h.unsqueeze(1)).mT.unsqueeze(0)
+
+    def _by_copies(self, x: Tensor) -> Tensor:
         r, copies = self._with_copies(x)
         self._last = None  # the graph is used up
         (J,) = torch.autograd.grad(r, copies, torch.ones_like(r), materialize_grads=True)

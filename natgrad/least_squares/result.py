@@ -14,7 +14,7 @@ from natgrad.least_squares.trust_region import EVALUATIONS, FTOL, FTOL_XTOL, GTO
 
 _WHY = {
     GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",
-    FTOL: "ftol: a step changed the cost by no more than ftol times the cost",
+    FTOL: "ftol: a step changed the cost by no more than ftol times the cost, or rounding",
     XTOL: "xtol: a step changed the unknowns by no more than xtol times their size",
     FTOL_XTOL: "ftol and xtol: a step changed neither the cost nor the unknowns by more than their share",
     EVALUATIONS: "max_nfev: the number of evaluations is spent; the fit has not converged",
@@ -36,18 +36,37 @@ class FitResult:
     cost: Tensor  # ½ Σ ρ(f²)
     fun: Tensor  # the residuals f, as they were returned
     jac: Tensor  # with a robust loss J̃ with the curvature J̃ᵀJ̃ of the cost, as in SciPy
-    grad: Any
-    optimality: Tensor  # the largest entry of the gradient, of unknowns that are not held by a bound
     nfev: Any  # an int, or [b]
     status: Any
     residuals: ResidualFunction = field(repr=False)  # which knows the order of the unknowns
     shortened: int  # how many trial steps were shortened because residuals there were not finite
     active: Tensor  # unknowns at a bound: −1 lower, 1 upper [n]
+    pulled: Tensor = field(repr=False)  # f̃ with the gradient Jᵀf̃ [m]; without a robust loss it is f
 
     @property
     def success(self) -> Any:
         """Whether one of the rules ftol, xtol and gtol has stopped the fit."""
         return self.status > 0
+
+    @cached_property
+    def _flat_grad(self) -> Tensor:
+        return (self.pulled.unsqueeze(-2) @ self.jac).squeeze(-2)
+
+    @property
+    def grad(self) -> Any:
+        """The gradient of the cost, as x0."""
+        return self.residuals.unflatten(self._flat_grad if self.residuals.batch else self._flat_grad.unsqueeze(0))
+
+    @property
+    def free(self) -> Tensor:
+        """The unknowns [n] that no bound holds: not at one, or at one that the gradient leads away from."""
+        return (self.active == 0) | (self.active * self._flat_grad > 0)
+
+    @property
+    def optimality(self) -> Tensor:
+        """The largest entry of the gradient, of unknowns that are free."""
+        g = self._flat_grad
+        return torch.where(self.free, g, 0.0).abs().amax(-1)
 
     @cached_property
     def rank(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,31 +105,28 @@ def _result(
     batch = residuals.batch
     if not batch and fits.status == NOT_FINITE:
         _refuse(residuals, fits, J)
-    g = (f.unsqueeze(-2) @ J).squeeze(-2)
-    active = torch.zeros_like(g, dtype=torch.int64)
-    if rules.lower is not None and rules.upper is not None:
-        active = (fits.x >= rules.upper).long() - (fits.x <= rules.lower).long()
-    free = (active * g >= 0) & (active == 0) | (active * g > 0)  # at a bound, but the cost falls inwards
-    x = fits.x
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-        x = differentiable(residuals, x, args, loss, free)
+    x, lower, upper = fits.x, rules.lower, rules.upper
+    active = torch.zeros_like(x, dtype=torch.int64)
+    if lower is not None and upper is not None:
+        active = (x >= upper).long() - (x <= lower).long()
     assert residuals.shape is not None
-    cost = torch.as_tensor(fits.cost, dtype=x.dtype, device=x.device).reshape(-1)
-    evaluations, status = (torch.as_tensor(t, device=x.device).reshape(-1) for t in (fits.evaluations, fits.status))
-    optimality = torch.where(free, g, 0.0).abs().amax(-1)
-    return FitResult(
+    cost = torch.as_tensor(fits.cost, dtype=x.dtype, device=x.device)
+    result = FitResult(
         x=residuals.unflatten(x),
-        cost=cost if batch else cost[0],
+        cost=cost.reshape(-1) if batch else cost,
         fun=fits.f.view(len(x), *residuals.shape) if batch else fits.f.view(residuals.shape),
         jac=J if batch else J[0],
-        grad=residuals.unflatten(g),
-        optimality=optimality if batch else optimality[0],
-        nfev=evaluations if batch else int(fits.evaluations),
-        status=status if batch else int(fits.status),
+        nfev=torch.as_tensor(fits.evaluations, device=x.device).reshape(-1) if batch else fits.evaluations,
+        status=torch.as_tensor(fits.status, device=x.device).reshape(-1) if batch else fits.status,
         residuals=residuals,
-        shortened=int(torch.as_tensor(fits.shortened).sum()),
+        shortened=int(torch.as_tensor(fits.shortened).sum()) if batch else fits.shortened,
         active=active if batch else active[0],
+        pulled=f if batch else f[0],
     )
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        free = result.free if batch else result.free.unsqueeze(0)
+        return replace(result, x=residuals.unflatten(differentiable(residuals, x, args, loss, free)))
+    return result
 
 
 def _refuse(residuals: ResidualFunction, fits: Fits, J: Tensor) -> None:

@@ -22,7 +22,7 @@ _NEWTON = 10  # steps for λ
 _LEAST_RATIO = 1e-4  # least ratio of actual to predicted decrease of a step that is taken
 _FALLS = 0.9  # of the last offset: a settled fit goes on while its offset falls so
 _PATIENCE = 10
-_NOISE = 8  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
+_NOISE = 4  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
 _RUNNING_SHARE = 0.75  # of the fits, below which those that have stopped are put aside
 
 
@@ -159,23 +159,26 @@ def _step(
     finite = abs(actual) < torch.inf
     actual = select(finite, actual, -torch.inf)
 
-    small = rules.ftol * fits.cost
-    by_f = (predicted <= small) & (abs(actual) <= small)
+    length = (2 * fits.cost) ** 0.5
+    rounding = _NOISE * torch.finfo(p.dtype).eps * length * (length + model.terms)
+    small = greatest(rules.ftol * fits.cost, rounding)
+    # Without damping too: with enough of it any step gains little
+    by_f = (0.5 * model.tangent**2 <= small) & (predicted <= small) & (abs(actual) <= small)
     by_x = norm <= rules.xtol * (model.size + rules.xtol * model.unit)
     met = select(by_f & by_x, FTOL_XTOL, select(by_f, FTOL, select(by_x, XTOL, 0)))
     fits.settled = select(fits.settled > 0, fits.settled, met)
 
     running = fits.status == RUNNING
     ratio = actual / greatest(predicted, torch.finfo(p.dtype).tiny)
-    length = (2 * fits.cost) ** 0.5  # of the residuals, which are differences of terms of the size ‖Dx‖ or less
-    rounding = _NOISE * torch.finfo(p.dtype).eps * length * (length + model.size)
     taken = running & ((ratio > _LEAST_RATIO) | ((fits.settled > 0) & (actual >= -rounding)))
     fits.evaluations = fits.evaluations + running
     fits.shortened = fits.shortened + (running & negated(finite))
     fits.stop(negated(taken) & (fits.settled > 0), fits.settled)
 
     # The parabola through the slope and the two costs has its minimum at this share of the step
-    shrink = select(actual < 0, greatest(0.1, least(0.5, 0.5 * slope / (slope - actual))), 0.5)
+    shrink = select(
+        actual < 0, greatest(0.1, least(0.5, 0.5 * slope / greatest(slope - actual, torch.finfo(p.dtype).tiny))), 0.5
+    )
     radius = least(fits.radius, norm) if first else fits.radius
     poor, good = ratio <= 0.25, (ratio >= 0.75) | (fits.λ == 0)
     fits.radius = select(poor, shrink * least(radius, 10 * norm), select(good, 2 * norm, radius))
@@ -200,34 +203,38 @@ class Linearised:
     tangent: Number  # ‖QQᵀf‖
     size: Number  # ‖Dx‖
     unit: Number  # ‖D‖
+    terms: Number  # the size of the terms of which residuals are differences: that of all Jᵢxᵢ
 
     @staticmethod
     def of(residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, first: bool) -> Linearised:
         fits.J = residuals.jacobian(fits.x, fits.f)
         f, J = loss.weighted(fits.f, fits.J)
         QR = TriangularLeastSquares.of(J, f)
+        norms = torch.linalg.vector_norm(QR.R, dim=-2)  # of the columns of J
         if rules.D is None:
-            fits.D = torch.maximum(fits.D, torch.linalg.vector_norm(QR.R, dim=-2))  # that of the columns of J
+            fits.D = torch.maximum(fits.D, norms)
             if first:
                 fits.D = torch.where(fits.D > 0, fits.D, 1.0)
         problem = TriangularLeastSquares(QR.R / fits.D.unsqueeze(-2), QR.z)
-        size, unit = fits.norm(fits.D * fits.x), fits.norm(fits.D)
+        size, unit, terms = fits.norm(fits.D * fits.x), fits.norm(fits.D), fits.norm(norms * fits.x)
         m, n = J.shape[-2:]
         if rules.lower is None or rules.upper is None:
-            step = problem.undamped() if m >= n else torch.full_like(fits.x, torch.inf)
-            return Linearised(problem, None, step, fits.norm(problem.z), size, unit)
+            if m >= n and _is_regular(problem.R):
+                return Linearised(problem, None, problem.undamped(), fits.norm(problem.z), size, unit, terms)
+            step, tangent = _pseudo_inverse(problem)
+            return Linearised(problem, None, step, fits.norm(tangent), size, unit, terms)
         g = (problem.R.mT @ problem.z.unsqueeze(-1)).squeeze(-1)
         free = ~(((fits.x <= rules.lower) & (g > 0)) | ((fits.x >= rules.upper) & (g < 0)))
-        held = _held(problem, free)
-        least_damped = held.damped(torch.where(free, n * torch.finfo(J.dtype).eps, 1.0))
-        return Linearised(held, free, least_damped.step, fits.norm(least_damped.y), size, unit)
+        held = TriangularLeastSquares(problem.R * free.unsqueeze(-2), problem.z)
+        step, tangent = _pseudo_inverse(held)
+        return Linearised(held, free, step, fits.norm(tangent), size, unit, terms)
 
     def of_rows(self, rows: Tensor) -> Linearised:
         """Those of some of the fits."""
         return Linearised(
             TriangularLeastSquares(self.problem.R[rows], self.problem.z[rows]),
             None if self.free is None else self.free[rows],
-            *(t[rows] for t in (self.gauss_newton, self.tangent, self.size, self.unit)),
+            *(t[rows] for t in (self.gauss_newton, self.tangent, self.size, self.unit, self.terms)),
         )
 
     def within(self, fits: Fits) -> tuple[Tensor, Number, Number, Number, Number]:
@@ -266,8 +273,25 @@ class Linearised:
         return p, torch.minimum(torch.maximum(trial, rules.lower), rules.upper)
 
 
-def _held(problem: TriangularLeastSquares, free: Tensor) -> TriangularLeastSquares:
-    return TriangularLeastSquares(problem.R * free.unsqueeze(-2), problem.z)
+def _is_regular(R: Tensor) -> bool:
+    """Whether no pivot is rounding, in any of the fits."""
+    pivots = R.diagonal(dim1=-2, dim2=-1).abs()
+    return not bool((pivots.amin(-1) <= R.shape[-1] * torch.finfo(R.dtype).eps * pivots.amax(-1)).any())
+
+
+def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, s and Vᵀ of R, with zeros for the singular values that are rounding, and for all if R is not finite."""
+    finite = R.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    U, s, Vt = torch.linalg.svd(torch.where(finite, R, 0.0), full_matrices=False)
+    return U, torch.where(s > R.shape[-1] * torch.finfo(R.dtype).eps * s[..., :1], s, 0.0), Vt
+
+
+def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor]:
+    """The shortest p that minimises ‖Rp + z‖ [b n], and the part Uᵀz of z [b k] that it reaches."""
+    U, s, Vt = _singular(problem.R)
+    inside = torch.where(s > 0, (problem.z.unsqueeze(-2) @ U).squeeze(-2), 0.0)
+    inside = inside + 0.0 * problem.R.sum((-1, -2)).unsqueeze(-1)  # NaN, if R is not finite
+    return -((inside / torch.where(s > 0, s, 1.0)).unsqueeze(-2) @ Vt).squeeze(-2), inside
 
 
 def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor, Number, Number, Number, Number]:
@@ -275,8 +299,7 @@ def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor
 
     Newton steps for 1/‖p(λ)‖ = 1/radius (Moré 1978). They cost nothing with the singular values s of R.
     """
-    U, s, Vt = torch.linalg.svd(R, full_matrices=False)
-    s = torch.where(s > R.shape[-1] * torch.finfo(R.dtype).eps * s[..., :1], s, 0.0)
+    U, s, Vt = _singular(R)
     c = s * (z.unsqueeze(-2) @ U).squeeze(-2)
     single = not isinstance(radius, Tensor)
     squares = [a * a for a in (s[0].tolist() if single else s.unbind(-1))]
