@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar, final
 
 import torch
@@ -27,8 +27,12 @@ def to_host_async(number: Tensor) -> Tensor:
     >>> float(to_host_async(torch.tensor(2.0))), float(to_host_async(torch.tensor(math.nan)))
     (2.0, inf)
     """
-    host = torch.full((), math.nan, pin_memory=number.is_cuda)  # a copy to pageable memory would wait
-    return host.copy_(number.nan_to_num(nan=math.inf), non_blocking=True)
+    return _host_memory((), pinned=number.is_cuda).copy_(number.nan_to_num(nan=math.inf), non_blocking=True)
+
+
+def _host_memory(shape: Sequence[int], *, pinned: bool) -> Tensor:
+    """NaN, whatever the user's default device and precision are; pinned, as a copy to other memory would wait."""
+    return torch.full(tuple(shape), math.nan, dtype=torch.float32, device="cpu", pin_memory=pinned)
 
 
 @final
@@ -46,7 +50,7 @@ class Readback(Generic[Note]):
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Tensor, torch.device, Note]] = deque()
-        self._spare: list[Tensor] = []  # in pinned memory: a copy to other memory would wait
+        self._spare: list[Tensor] = []  # in pinned memory
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -58,9 +62,9 @@ class Readback(Generic[Note]):
 
     def send(self, numbers: Tensor, note: Note) -> None:
         """Send a tensor [b] or [], which may change afterwards; all have the same shape."""
-        reuse = numbers.is_cuda and self._spare
-        host = self._spare.pop() if reuse else torch.empty(numbers.shape or (1,), pin_memory=numbers.is_cuda)
-        host.fill_(math.nan).copy_(numbers, non_blocking=True)
+        spare = self._spare.pop() if numbers.is_cuda and self._spare else None
+        host = _host_memory(numbers.shape or (1,), pinned=numbers.is_cuda) if spare is None else spare.fill_(math.nan)
+        host.copy_(numbers, non_blocking=True)
         self._sent.append((host, numbers.device, note))
 
     def take(self) -> tuple[list[float], Note]:

@@ -47,5 +47,5 @@ class Sketch:
 @lru_cache(maxsize=_SIZES)
 def signs(n: int, dtype: torch.dtype, device: torch.device, columns: int = _COLUMNS) -> Tensor:
     """Random signs Z [n k], always the same ones."""
-    drawn = torch.randint(2, (n, columns), generator=torch.Generator().manual_seed(n))
+    drawn = torch.randint(2, (n, columns), generator=torch.Generator().manual_seed(n), device="cpu")
     return (2 * drawn - 1).to(device, dtype)

@@ -211,7 +211,7 @@ def _draw(p: Tensor, samples: int, generator: torch.Generator) -> Tensor:
     remain in the scores.
     """
     if not is_asynchronous(p.device):  # random numbers are slow: one a term, and the class where the sum exceeds it
-        u = torch.rand(samples, *p.shape[:-1], 1, dtype=torch.float64, generator=generator)
+        u = torch.rand(samples, *p.shape[:-1], 1, dtype=torch.float64, device=p.device, generator=generator)
         below = p.cumsum(-1, dtype=torch.float64)
         # Rounded probabilities do not sum to 1: scale u, or the remainder would go to the last class even at p = 0.
         return (below[..., :-1] <= u * below[..., -1:]).sum(-1, keepdim=True)

@@ -18,12 +18,13 @@ from natgrad.pullback.pullback import Pullback
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Layout, Operator, Structure, averaged
-from natgrad.structures.dense import Dense, DenseOperator
+from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit, ImplicitOperator
 from natgrad.structures.kernel import Kernel
 from natgrad.structures.row_stack import RowStack
 
 _REFINED = 2  # steps of iterative refinement
+_TRIANGULAR = 512  # parameters, up to which a QR is affordable in every step
 
 
 class ResidualJacobian(ABC):
@@ -108,7 +109,10 @@ class KernelJacobian(ResidualJacobian):
 @final
 @dataclass(frozen=True)
 class DenseJacobian(ResidualJacobian):
-    """J = QR [m p], formed once; v solves [R; √λ] v = [Qᵀt; 0] by another QR, so that the condition is that of J."""
+    """J = QR [m p], formed once; v solves [R; √λ] v = [Qᵀt; 0] by another QR, so that the condition is that of J.
+
+    From 512 parameters on a QR takes too long: v comes from JᵀJ + λ, and products with J refine it.
+    """
 
     rows: RowStack
 
@@ -134,7 +138,16 @@ class DenseJacobian(ResidualJacobian):
     def pull(self, t: Tensor) -> Tensor:
         return t @ self.matrix
 
+    @cached_property
+    def _normal(self) -> NormalFactor:
+        return NormalFactor(self.matrix.T @ self.matrix)
+
     def solve(self, t: Tensor, damping: float) -> Tensor:
+        if self.matrix.shape[1] > _TRIANGULAR and damping > 0:
+            v = self._normal.solve(self.pull(t), damping)
+            for _ in range(_REFINED):
+                v = v + self._normal.solve(self.pull(t - self.push(v)) - damping * v, damping)
+            return v
         Q, R = self._qr
         if damping == 0:
             U, s, V = torch.linalg.svd(R, full_matrices=False)
@@ -158,7 +171,7 @@ class DenseJacobian(ResidualJacobian):
         return self._damped_factors[damping]
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
-        return DenseOperator(self.rows.layout, self.matrix.T @ self.matrix).inverse(damping).solve(ω)
+        return self._normal.solve(ω, damping)
 
     def singular_values(self) -> Tensor:
         return torch.linalg.svdvals(self._qr[1])
@@ -173,8 +186,7 @@ class NormalJacobian(ResidualJacobian):
     """
 
     exact: ImplicitOperator
-    G: Tensor
-    _factors: dict[float, Tensor] = field(default_factory=dict)
+    normal: NormalFactor
 
     @property
     def operator(self) -> ImplicitOperator:
@@ -184,6 +196,21 @@ class NormalJacobian(ResidualJacobian):
         return self.sharp(self.pull(t), damping)
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
+        return self.normal.solve(ω, damping)
+
+    def singular_values(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.normal.G).flip(0).clamp(min=0).sqrt()
+
+
+@final
+@dataclass(frozen=True)
+class NormalFactor:
+    """(G + λ)⁻¹ of a matrix G [p p] by Cholesky, with a λ that is at least the rounding of G."""
+
+    G: Tensor
+    _factors: dict[float, Tensor] = field(default_factory=dict)
+
+    def solve(self, ω: Tensor, damping: float) -> Tensor:
         rounding = len(self.G) * torch.finfo(self.G.dtype).eps * float(self.G.diagonal().amax())
         λ = max(damping, rounding)
         if λ not in self._factors:
@@ -191,9 +218,6 @@ class NormalJacobian(ResidualJacobian):
             self._factors[λ] = positive_factor(self.G, λ)
         factor = self._factors[λ]
         return torch.cholesky_solve(ω.unsqueeze(1), factor).squeeze(1)
-
-    def singular_values(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.G).flip(0).clamp(min=0).sqrt()
 
 
 def positive_factor(matrix: Tensor, damping: float) -> Tensor:
@@ -258,7 +282,8 @@ def jacobian_of(
     if isinstance(structure, Implicit):
         return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
     if isinstance(structure, Dense):
-        return NormalJacobian(exact, torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0))
+        G = torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0)
+        return NormalJacobian(exact, NormalFactor(G))
     approximate = averaged([(w, structure.estimate(pb)) for pb, w in pairs])
     return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
 

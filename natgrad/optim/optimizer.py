@@ -267,7 +267,7 @@ class NaturalGradient(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, detached, if there is one."""
-        if closure is None and not self.tracker.step and self._prepared():
+        if closure is None and self._prepared():
             return None
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
@@ -438,12 +438,9 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _gradients(self) -> dict[str, Tensor]:
         """Those that there are, by name."""
-        grads = {name: p.grad for name, p in self._params.items()}
-        if [name for name, grad in grads.items() if grad is None or grad.is_sparse]:
-            there = {name: grad for name, grad in grads.items() if grad is not None}
-            refuse_sparse(there)
-            return there
-        return grads  # type: ignore[return-value]  # none is None
+        grads = {name: grad for name, p in self._params.items() if (grad := p.grad) is not None}
+        refuse_sparse(grads)
+        return grads
 
     def _differential(self, grads: Mapping[str, Tensor]) -> tuple[Covector, frozenset[str]]:
         """The gradient, with zeros where there is none, and the parameters that have none."""

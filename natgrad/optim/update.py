@@ -270,13 +270,16 @@ def plain_step(
     else:
         square = squared_length(smoothed, v, rates)
     scale = rule.scale(v, square)
-    finite = {**beside} if pairing is None else {**beside, "": pairing}  # ⟨ω, v⟩ is finite only if ω and v are
-    if scale is not None and not isinstance(scale, Tensor):
+    indicators = {} if pairing is None else {"⟨ω, v⟩": pairing}  # finite only if ω, v and c are
+    if isinstance(scale, Tensor):
+        indicators = {**(indicators or v), "c": scale}
+    elif scale is not None:
         rescale_(v, scale)  # a number for each parameter
-        finite |= {f" {name}": number for name, number in scale.items()}
+        indicators |= {f"c of {name}": number for name, number in scale.items()}
         scale = None
+    indicators = {**(indicators or v), **beside}
     if asynchronous and on_steps and _can_roll(v, update):
-        flag.look(finite)
+        flag.look(indicators)
         _roll(v, scale, update, flag)
         return {}
     if pairing is not None and not asynchronous and not math.isfinite(float(pairing)):
@@ -290,8 +293,7 @@ def plain_step(
         flag.check(moving, "the step")
     elif asynchronous:
         half = any(t.dtype is torch.float16 for t in moving.values())
-        bounded = rule.bounded and not on_steps and not half and len(finite) > len(beside)
-        flag.look((finite if bounded else {**finite, **moving}) or v)  # ⟨ω, v⟩ or c tell of a bounded c·v
+        flag.look(indicators if rule.bounded and not on_steps and not half else {**indicators, **moving})
     for group in update.groups:
         velocity = [v[name] for name in group.names]
         fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)

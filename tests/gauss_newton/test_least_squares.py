@@ -24,7 +24,7 @@ def moved(net: nn.Module, **options: object) -> Tensor:
 @pytest.mark.parametrize(
     "structure", [ng.Kernel(), ng.Dense(), ng.Implicit(), None], ids=["kernel", "dense", "implicit", "chosen"]
 )
-@pytest.mark.parametrize("sizes", [(2, 7, 1), (2, 9, 8, 1)], ids=["rows", "parameters"])
+@pytest.mark.parametrize("sizes", [(2, 7, 1), (2, 9, 8, 1), (2, 20, 24, 1)], ids=["rows", "parameters", "many"])
 def test_a_fixed_step_is_the_damped_least_squares_solution(structure: Structure, sizes: tuple[int, ...]) -> None:
     net = network(*sizes)
     r, J = exact_rows(net)

@@ -173,6 +173,58 @@ def test_a_plain_rule_of_a_user_is_one_method(rule: PlainRule, gpu: Callable[[],
             torch.testing.assert_close(p, right, rtol=1e-4, atol=1e-6)
 
 
+class Unbounded(PlainRule):
+    """A rule of a user whose number is not finite from the third step on: one for all parameters, or for each."""
+
+    def __init__(self, *, each: bool) -> None:
+        self.each, self.steps = each, 0
+
+    def scale(self, v: ng.Vector, square: Tensor) -> Tensor | dict[str, Tensor]:
+        self.steps += 1
+        c = torch.full_like(square, 0.5 if self.steps < 3 else torch.nan)
+        return dict.fromkeys(v, c) if self.each else c
+
+
+class Unmeasured(PlainRule):
+    """A rule of a user that reads nothing, and whose number says nothing of v."""
+
+    bounded = True
+    measured = False
+
+    def __init__(self, c: float | None) -> None:
+        self.c = c
+
+    def scale(self, v: ng.Vector, square: Tensor) -> Tensor | None:
+        return None if self.c is None else torch.tensor(self.c)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum_on": "steps"}, {"momentum_on": "gradients"}])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: Unbounded(each=False),
+        lambda: Unbounded(each=True),
+        lambda: Unmeasured(None),
+        lambda: Unmeasured(0.5),
+    ],
+)
+def test_a_step_of_a_plain_rule_that_is_not_finite_changes_nothing_on_a_gpu(
+    rule: Callable[[], PlainRule], options: dict[str, Any], gpu: Callable[[], list[bool]]
+) -> None:
+    gpu()
+    step = rule()
+    model, opt = kfac(step=step, **options)
+    for at in range(4):
+        opt.zero_grad()
+        model(torch.eye(4)).square().mean().backward()
+        if at >= 2 and isinstance(step, Unmeasured):
+            next(model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
+        before = [p.detach().clone() for p in model.parameters()]
+        opt.step()
+        moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert moved == [at < 2] * len(moved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_momentum_beyond_the_range_of_half_precision_is_seen_before_it_is_used(
     dtype: torch.dtype, gpu: Callable[[], list[bool]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ def test_a_schedule_moves_the_learning_rate_of_all_parameters(name: str) -> None
         schedule.step()
     before = oracle.flatten(model.parameters())
     assert torch.equal(_train(model, opt, range(4, 5)), before)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "natural_fresh"])
+def test_tensors_are_made_where_the_model_is_whatever_the_default_device(name: str) -> None:
+    make = PRESETS.get(name) or partial(ng.Natural, inverse_every="fresh")
+    model, other = _net(), _net()
+    expected = _train(model, make(model, lr=0.01), range(6))
+    batches = [_batch(step) for step in range(6)]
+    with torch.device("meta"):
+        opt = make(other, lr=0.01)
+        for x, t in batches:
+            opt.zero_grad()
+            (F.cross_entropy(other(x), t, reduction="sum") / len(x)).backward()
+            opt.step()
+    assert torch.equal(oracle.flatten(other.parameters()), expected)
 
 
 @pytest.mark.parametrize("name", PRESETS)
