@@ -8,6 +8,7 @@ import torch
 
 import natgrad as ng
 from experiments.pde.__main__ import main, read
+from experiments.pde.inverse import NOISE, POINTS, exact, fitted
 from experiments.pde.problems import PROBLEMS
 from experiments.pde.solvers import SOLVERS
 
@@ -59,3 +60,12 @@ def test_a_solver_goes_on_from_its_state(solver: str) -> None:
     assert steppers[0].step(0.2) == pytest.approx(steppers[1].step(0.2), rel=1e-12)
     pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
     assert all(torch.allclose(p, q, rtol=1e-8, atol=1e-12) for p, q in pairs)
+
+
+def test_the_conductivity_is_within_its_error_bar() -> None:
+    fit = fitted(0, steps=60)
+    at = torch.rand(100_000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    slope = -(torch.pi**2) * at[:, :1] * exact(at)  # ∂u/∂κ of the exact solution
+    least = NOISE / float(POINTS * slope.square().mean()) ** 0.5  # Cramér and Rao's bound, with u(0, ·) known
+    assert abs(fit["in units of the bar"]) < 3
+    assert 0.9 * least < fit["bar"] < 3 * least
