@@ -39,8 +39,8 @@ def _host_memory(shape: Sequence[int], *, pinned: bool) -> Tensor:
 class Readback(Generic[Note]):
     """Numbers on their way to the host, each with a note; they arrive in the order in which they were sent.
 
-    On a CPU they are there at once; for a GPU the host may wait, or come again. What has not arrived is NaN, which
-    therefore cannot be sent: an event would take the host longer than a number.
+    On a CPU they are there at once; for a GPU the host may wait, or come again. What has not arrived is NaN, so that
+    NaN cannot be sent. An event would tell the same, and takes the host longer to record than a number to look at.
 
     >>> readback = Readback[str]()
     >>> readback.send(torch.tensor([1.0, 2.0]), "a note")

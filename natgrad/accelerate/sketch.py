@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import final
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from natgrad.accelerate.fused import norms
 
 _COLUMNS = 8  # of signs: ‖MZ‖² then has a relative deviation of at most 1/2
-_SIZES = 256  # of matrices whose signs are kept
 
 
 @final
@@ -44,7 +43,7 @@ class Sketch:
         return torch.where(moved == 0, 0.0, ratio).square().mean().sqrt()
 
 
-@lru_cache(maxsize=_SIZES)
+@cache  # for ever: captured kernels read them
 def signs(n: int, dtype: torch.dtype, device: torch.device, columns: int = _COLUMNS) -> Tensor:
     """Random signs Z [n k], always the same ones."""
     drawn = torch.randint(2, (n, columns), generator=torch.Generator().manual_seed(n), device="cpu")

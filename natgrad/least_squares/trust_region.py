@@ -17,11 +17,13 @@ from natgrad.linalg import TriangularLeastSquares
 RUNNING, NOT_FINITE = -1, -2
 EVALUATIONS, GTOL, FTOL, XTOL, FTOL_XTOL = 0, 1, 2, 3, 4  # why a fit has stopped, as SciPy counts
 
+_LEAST_RADIUS = 1e-8  # of the first trust region, where the size of x, 1, is not known from x itself
 _CLOSE = 0.1  # relative error of ‖Dδ‖ = radius
 _NEWTON = 10  # steps for λ
 _LEAST_RATIO = 1e-4  # least ratio of actual to predicted decrease of a step that is taken
 _FALLS = 0.9  # of the last offset: a settled fit goes on while its offset falls so
 _PATIENCE = 10
+_STRETCHED = 0.2, 0.95  # between which the factor of falling steps is used
 _NOISE = 4  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
 _RUNNING_SHARE = 0.75  # of the fits, below which those that have stopped are put aside
 
@@ -53,6 +55,7 @@ class Fits:
     f: Tensor  # residuals [b m]
     D: Tensor  # scale of the unknowns [b n]: the trust region is ‖Dδ‖ ≤ radius
     cost: Number
+    last: Tensor  # the last step, if it was taken whole [b n]
     J: Tensor = field(default_factory=lambda: torch.empty(0))  # [b m n] where it was last computed
     radius: Number = 0.0
     λ: Number = 0.0
@@ -66,7 +69,8 @@ class Fits:
     @staticmethod
     def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
         f = residuals(x)
-        fits = Fits(x=x, f=f, D=torch.zeros_like(x) if rules.D is None else rules.D, cost=loss.cost(f))
+        D = torch.zeros_like(x) if rules.D is None else rules.D
+        fits = Fits(x=x, f=f, D=D, cost=loss.cost(f), last=torch.zeros_like(x))
         if len(x) == 1:
             fits.cost = float(fits.cost)
             return fits
@@ -137,7 +141,8 @@ def minimise(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Ru
                 rows, model = rows[running], model.of_rows(running)
                 fits, residuals, rules = whole.of(rows), every.of(rows), limits.of(rows)
         if first:
-            fits.radius = select(model.size > 0, model.size, model.unit)
+            # Where unknowns that matter are zero, x says nothing about its size
+            fits.radius = select(model.size > 0, greatest(model.size, _LEAST_RADIUS * model.unit), model.unit)
         moved = _step(residuals, fits, model, loss, rules, first)
         first = False
 
@@ -147,7 +152,9 @@ def _step(
 ) -> bool:
     """Try one step of every fit, and return whether one was taken."""
     p, norm, fits.λ, slope, bend = model.within(fits)
+    stretch = model.stretch(p, fits) if rules.lower is None and anywhere(fits.settled > 0) else 1.0
     if rules.lower is None:
+        p, norm, slope, bend = column(stretch) * p, stretch * norm, stretch * slope, stretch**2 * bend
         trial = fits.x + p / fits.D
     else:
         p, trial = model.in_box(p, fits, rules)
@@ -173,14 +180,18 @@ def _step(
     taken = running & ((ratio > _LEAST_RATIO) | ((fits.settled > 0) & (actual >= -rounding)))
     fits.evaluations = fits.evaluations + running
     fits.shortened = fits.shortened + (running & negated(finite))
-    fits.stop(negated(taken) & (fits.settled > 0), fits.settled)
+    refused = negated(taken) & (fits.settled > 0)
+    fits.stop(refused & ((stretch == 1.0) | (fits.stalled > 0)), fits.settled)
+    fits.stalled = fits.stalled + select(refused, 1, 0)
+    fits.last = select(taken & (stretch == 1.0), p / fits.D, 0.0 * p)
 
     # The parabola through the slope and the two costs has its minimum at this share of the step
     shrink = select(
         actual < 0, greatest(0.1, least(0.5, 0.5 * slope / greatest(slope - actual, torch.finfo(p.dtype).tiny))), 0.5
     )
     radius = least(fits.radius, norm) if first else fits.radius
-    poor, good = ratio <= 0.25, (ratio >= 0.75) | (fits.λ == 0)
+    noise = taken & (predicted <= rounding)  # a ratio of rounding errors is no reason for a smaller region
+    poor, good = (ratio <= 0.25) & negated(noise), (ratio >= 0.75) | (fits.λ == 0)
     fits.radius = select(poor, shrink * least(radius, 10 * norm), select(good, 2 * norm, radius))
     fits.λ = select(poor, fits.λ / shrink, select(good, 0.5 * fits.λ, fits.λ))
     if not anywhere(taken):
@@ -251,6 +262,17 @@ class Linearised:
         inside = p, norm, torch.zeros_like(norm), self.tangent**2, self.tangent**2
         limited = _on_sphere(R[rows], z[rows], fits.radius[rows], fits.λ[rows])
         return tuple(a.index_copy(0, rows, b) for a, b in zip(inside, limited, strict=True))
+
+    def stretch(self, p: Tensor, fits: Fits) -> Number:
+        """1/(1 − q) for a settled fit: in the end steps fall by one factor q, and p/(1 − q) is the sum of all to come.
+
+        q is the part of p along the last step, if that was not stretched itself (Aitken 1926).
+        """
+        last = fits.D * fits.last
+        square = fits.norm(last) ** 2
+        q = fits.number((p * last).sum(-1)) / select(square > 0, square, 1.0)
+        falls = (fits.settled > 0) & (fits.λ == 0) & (abs(q) > _STRETCHED[0]) & (abs(q) < _STRETCHED[1])
+        return select(falls, 1 / (1 - least(q, _STRETCHED[1])), 1.0 + 0.0 * q)
 
     def in_box(self, p: Tensor, fits: Fits, rules: Rules) -> tuple[Tensor, Tensor]:
         """The step in the box, and where it leads."""

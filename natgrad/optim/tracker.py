@@ -260,7 +260,9 @@ class MetricTracker:
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
         self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
-        layers = [] if self.metric.source == "gradients" else observer.blocks  # gradients tell nothing of a forward
+        layers = (
+            [] if self.metric.source == "gradients" else observer.blocks
+        )  # a metric of gradients sees no forward pass
         self._check = ModelCheck(self.model if whole is None else whole, self.module, layers)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False

@@ -51,6 +51,7 @@ def ratios(lengths: Mapping[str, float], v: Vector, unit: Tensor | None = None) 
     NaN where v is not finite, or too long for its precision, which must not look like a step of zero.
     """
     stretch = torch.stack(fused.divided(fused.norms(list(v.values())), list(lengths.values())))
-    scale = (stretch.reciprocal() + (stretch - stretch)).masked_fill_(stretch == 0, 0.0)
+    finite = stretch - stretch  # 0, and NaN of infinity
+    scale = (stretch.reciprocal() + finite).masked_fill_(stretch == 0, 0.0)
     scale = scale if unit is None else scale * unit
     return dict(zip(v, scale.unbind(), strict=True))

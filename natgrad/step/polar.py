@@ -87,7 +87,7 @@ class Polar(PlainRule):
             stack = torch.stack([_matrix(v[name]) for name in wide] + [_matrix(v[name]).mT for name in tall])
             X = self._iterated(stack)
             for side, Y in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
-                of_side = Y.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind()  # side by side
+                of_side = Y.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind()  # for one launch
                 factors |= {name: t.view(v[name].shape) for name, t in zip(side, of_side, strict=True)}
         return {name: factors[name] for name in v}
 

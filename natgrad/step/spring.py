@@ -19,7 +19,7 @@ class Spring(StepRule):
 
     With residuals r and their Jacobian J, φ is the minimum of ‖J φ − r‖² + λ‖φ − μφ'‖²: a batch decides φ where it has
     rows, and elsewhere the last step, shrunk by μ = ``decay``, does; that is Kaczmarz's projection. ``norm``: steps
-    are shortened to ‖φ‖ ≤ ``norm``. ``search``: a line search for the length of the step along φ (Guzmán-Cordero et
+    are shortened to ‖δ‖ ≤ ``norm``. ``search``: a line search for the length of the step along φ (Guzmán-Cordero et
     al. 2025); without one the length is the learning rate.
 
     >>> Spring(decay=0.9, search=GridSearch())
@@ -45,7 +45,7 @@ class Spring(StepRule):
         rates = {name: lr for names, lr in context.rates for name in names}
         δ = Vector({name: -rates[name] * t if name in rates else torch.zeros_like(t) for name, t in φ.items()})
         if self.norm is not None:
-            δ = δ * min(1.0, self.norm / max(float(δ.flatten().norm()), self.norm))
+            δ = δ * (self.norm / max(float(δ.flatten().norm()), self.norm))
         if self.search is None:
             return Step(δ, context.damping, velocity=φ)
         return replace(self.search.along(context, δ), velocity=φ)

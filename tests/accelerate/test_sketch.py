@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from natgrad.accelerate.sketch import Sketch
+from natgrad.accelerate.sketch import Sketch, signs
 
 
 def _moments(sizes: list[int]) -> list[Tensor]:
@@ -54,3 +54,8 @@ def test_no_number_is_read_on_the_way() -> None:
     with NoReading():  # type: ignore[no-untyped-call]
         drift = Sketch.of(now).drift(Sketch.of(then).values)
     assert float(drift) == 1.0
+
+
+def test_signs_stay_where_captured_kernels_read_them() -> None:
+    first, *_ = [signs(n, torch.float32, torch.device("cpu"), 1) for n in range(1, 600)]
+    assert signs(1, torch.float32, torch.device("cpu"), 1) is first
