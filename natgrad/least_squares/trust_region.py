@@ -180,7 +180,9 @@ def _step(
     taken = running & ((ratio > _LEAST_RATIO) | ((fits.settled > 0) & (actual >= -rounding)))
     fits.evaluations = fits.evaluations + running
     fits.shortened = fits.shortened + (running & negated(finite))
-    fits.stop(negated(taken) & (fits.settled > 0) & (stretch == 1.0), fits.settled)
+    refused = negated(taken) & (fits.settled > 0)
+    fits.stop(refused & ((stretch == 1.0) | (fits.stalled > 0)), fits.settled)
+    fits.stalled = fits.stalled + select(refused, 1, 0)
     fits.last = select(taken & (stretch == 1.0), p / fits.D, 0.0 * p)
 
     # The parabola through the slope and the two costs has its minimum at this share of the step
@@ -188,7 +190,8 @@ def _step(
         actual < 0, greatest(0.1, least(0.5, 0.5 * slope / greatest(slope - actual, torch.finfo(p.dtype).tiny))), 0.5
     )
     radius = least(fits.radius, norm) if first else fits.radius
-    poor, good = ratio <= 0.25, (ratio >= 0.75) | (fits.λ == 0)
+    noise = taken & (predicted <= rounding)  # a ratio of rounding errors is no reason for a smaller region
+    poor, good = (ratio <= 0.25) & negated(noise), (ratio >= 0.75) | (fits.λ == 0)
     fits.radius = select(poor, shrink * least(radius, 10 * norm), select(good, 2 * norm, radius))
     fits.λ = select(poor, fits.λ / shrink, select(good, 0.5 * fits.λ, fits.λ))
     if not anywhere(taken):

@@ -62,6 +62,21 @@ def test_the_problems_of_minpack_end_at_a_known_minimum(name: str) -> None:
     assert any(2 * float(fit.cost) == pytest.approx(s, rel=1e-4, abs=1e-16) for s in problem.minima), float(fit.cost)
 
 
+@pytest.mark.parametrize("name", ["Brown, almost linear", "Rosenbrock", "Wood", "helical valley", "Brown and Dennis"])
+def test_a_far_start_does_not_stop_a_fit_early(name: str) -> None:
+    """At 100 times the usual start columns of J are 1e16 long at first, and short steps gain little for a while."""
+    problem = PROBLEMS[name]
+    fit = ng.least_squares(problem.fun, 100 * problem.x0)
+    assert any(2 * float(fit.cost) == pytest.approx(s, rel=1e-4, abs=1e-14) for s in problem.minima), float(fit.cost)
+
+
+def test_residuals_that_depend_on_nothing_have_nothing_to_fit() -> None:
+    fit = ng.least_squares(lambda x: 0 * x[0] + DATA, ones(2))
+    assert (fit.nfev, fit.status, fit.rank) == (1, 1, 0)
+    assert "rank 0 of 2" in fit.message
+    assert fit.x.tolist() == [1.0, 1.0]
+
+
 def test_the_result_has_what_scipy_has() -> None:
     fit = ng.least_squares(decay, ones(2), (TIMES, DATA))
     beside = scipy.optimize.least_squares(
