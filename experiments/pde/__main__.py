@@ -51,11 +51,13 @@ class Run:
     memory: int
     results: Path
     commit: str
+    points: float = 1.0
 
     @property
     def name(self) -> str:
         rate = "" if self.rate is None else f"_{self.rate:g}"
-        return f"{self.solver}{rate}-{self.seed}"
+        points = "" if self.points == 1 else f"_x{self.points:g}"
+        return f"{self.solver}{rate}{points}-{self.seed}"
 
     @property
     def log(self) -> Path:
@@ -72,7 +74,7 @@ class Run:
     def execute(self) -> None:
         """From the last checkpoint, or from the start, to the end."""
         net = self.problem.network(self.seed, self.device)
-        classes, generator = self.problem.classes(self.seed, self.device)
+        classes, generator = self.problem.classes(self.seed, self.device, self.points)
         stepper = SOLVERS[self.solver](net, classes, self.rate, self.memory)
         spent, steps, looks = 0.0, 0, self._looks()
         if self.checkpoint.exists():
@@ -126,6 +128,7 @@ class Run:
             "problem": self.problem.name,
             "solver": self.solver,
             "rate": self.rate,
+            "points": self.points,
             "seed": self.seed,
             "seconds": self.seconds,
             "parameters": parameters,
@@ -166,7 +169,7 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
                 for rate in rates:
                     yield Run(
                         PROBLEMS[problem], solver, rate, seed, 60 * options.minutes, options.device,
-                        int(options.memory * 2**30), options.results, options.commit,
+                        int(options.memory * 2**30), options.results, options.commit, options.points,
                     )  # fmt: skip
 
 
@@ -179,7 +182,8 @@ def report(results: Path) -> str:
             lines = read(path)
             if len(lines) > 1:
                 rate = "" if lines[0]["rate"] is None else f" {lines[0]['rate']:g}"
-                logs[lines[0]["solver"] + rate].append(lines)
+                points = lines[0].get("points", 1)
+                logs[lines[0]["solver"] + rate + (f", {points:g}× points" if points != 1 else "")].append(lines)
         rows = sorted(_row(solver, of_solver) for solver, of_solver in logs.items())
         columns = [folder.name, "seeds", "seconds", "steps", "error", *(f"to {target:g}" for target in _TARGETS)]
         head = f"| {' | '.join(columns)} |"
@@ -207,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--rate", type=float, nargs="+", help="learning rates, or the damping of least squares")
     parser.add_argument("--minutes", type=float, default=1.0, help="of steps, for every run")
+    parser.add_argument("--points", type=float, default=1.0, help="times as many as the table of the problems has")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of the processor")
     parser.add_argument("--memory", type=float, default=64.0, help="GiB that a structure may occupy")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import final
 
@@ -53,11 +53,15 @@ class Problem:
             layers += [nn.Linear(i, o, dtype=torch.float64), nn.Tanh()]
         return nn.Sequential(*layers[:-1]).to(device)
 
-    def classes(self, seed: int, device: str) -> tuple[dict[str, ng.Residuals], torch.Generator]:
-        """The classes of residuals, with points from a generator of their own, on the CPU."""
+    def classes(self, seed: int, device: str, factor: float = 1.0) -> tuple[dict[str, ng.Residuals], torch.Generator]:
+        """The classes of residuals, with points from a generator of their own, on the CPU.
+
+        ``factor``: how many times as many points as the table of the problems has; those of a grid stay.
+        """
         generator = torch.Generator().manual_seed(10_000 + seed)
         out = {}
-        for name, (residual, points) in self.residuals.items():
+        for name, (residual, of_table) in self.residuals.items():
+            points = replace(of_table, count=max(1, round(factor * of_table.count)))
             once = self.fixed_points.get(name)
             if once is None and self.fixed:
                 once = points.draw(points.count, generator)
