@@ -229,7 +229,7 @@ def _probe_axes(
     It is not certain if cotangents are zero, or if they show the batch on more than one axis.
     """
     generator = torch.Generator().manual_seed(0)
-    s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
+    s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64, device=generator.device).to(tape.y)
     once, left = tape.output_cotangents(s.unsqueeze(0)), {at: list(options) for at, options in unsure.items()}
     for c in _codes(tape.y):
         scaled = tape.output_cotangents((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
@@ -243,7 +243,7 @@ def _probe_axes(
 
 def _codes(y: Tensor) -> Iterator[Tensor]:
     """Scales c [n] that tell all examples of y apart, together: powers of two, which are exact in every precision."""
-    number, n = torch.arange(y.shape[0]), y.shape[0]
+    number, n = torch.arange(y.shape[0], device=y.device), y.shape[0]
     while True:
         yield 2.0 ** (number % 8).to(y)
         number, n = number // 8, -(-n // 8)

@@ -97,8 +97,8 @@ _BASE = 16  # of the digits that number the examples, as exponents of two: exact
 def probes(y: Tensor) -> Tensor:
     """Cotangents [d n *out] of the outputs: random ones, and the same scaled by a power of two that tells examples."""
     generator = torch.Generator().manual_seed(0)
-    s = torch.rand(y.shape, generator=generator, dtype=torch.float64).add(0.5).to(y)
-    number, n, columns = torch.arange(len(y)), len(y), [s]
+    s = torch.rand(y.shape, generator=generator, dtype=torch.float64, device=generator.device).add(0.5).to(y)
+    number, n, columns = torch.arange(len(y), device=y.device), len(y), [s]
     while True:
         columns.append(s * (2.0 ** (number % _BASE)).to(y).view(-1, *[1] * (y.ndim - 1)))
         number, n = number // _BASE, -(-n // _BASE)
