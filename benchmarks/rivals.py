@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -370,7 +369,7 @@ def _natural(
     momentum: float = 0.95,
     fit: Literal["mean", "kl"] = "kl",
     polar: bool = False,
-    inverse_every: int = 50,
+    inverse_every: int = 25,
     epsilon: float = 0.01,
     rms: float = 0.2,
     decay: float = 0.95,
@@ -432,7 +431,6 @@ def _ng_shampoo(model: nn.Module, lr: float, weight_decay: float, task: Task) ->
     return ng.Shampoo(model, lr=lr, weight_decay=weight_decay, groups=_head(model, task))
 
 
-_variant = partial(_natural, inverse_every=25)
 VISION = ("image",)
 CONTENDERS: dict[str, Contender] = {
     "sgd": Contender(_sgd, 0.05, (5e-4, 5e-3), VISION),
@@ -441,23 +439,23 @@ CONTENDERS: dict[str, Contender] = {
     "soap": Contender(_soap, 2e-3),
     "kl-shampoo": Contender(_kl_shampoo((0.9, 0.98)), 2e-3),
     "natural": Contender(_natural(), 3e-3),
-    # Variants, run when they are named: each differs from "natural-every-25" by what its name says.
-    "natural-power-25": Contender(_variant(power=0.25), 3e-3),
-    "natural-power-375": Contender(_variant(power=0.375), 3e-3),
-    "natural-power-75": Contender(_variant(power=0.75), 3e-3),
-    "natural-momentum-90": Contender(_variant(momentum=0.9), 3e-3),
-    "natural-mean": Contender(_variant(fit="mean"), 3e-3),
-    "natural-polar": Contender(_variant(polar=True), 3e-3),
-    "natural-polar-quarter": Contender(_variant(power=0.25, polar=True), 3e-3),
-    "natural-damping-1": Contender(_variant(epsilon=0.1), 3e-3),
-    "natural-damping-3": Contender(_variant(epsilon=1e-3), 3e-3),
-    "natural-decay-98": Contender(_variant(decay=0.98), 3e-3),
-    "natural-decay-90": Contender(_variant(decay=0.9), 3e-3),
-    "natural-metric-every-2": Contender(_variant(decay=0.9, metric_every=2), 3e-3),
-    "natural-rms-40": Contender(_variant(rms=0.4), 1.5e-3),
-    "natural-rms-10": Contender(_variant(rms=0.1), 3e-3),
+    # Variants, run when they are named: each differs from "natural" by what its name says.
+    "natural-power-25": Contender(_natural(power=0.25), 3e-3),
+    "natural-power-375": Contender(_natural(power=0.375), 3e-3),
+    "natural-power-75": Contender(_natural(power=0.75), 3e-3),
+    "natural-momentum-90": Contender(_natural(momentum=0.9), 3e-3),
+    "natural-mean": Contender(_natural(fit="mean"), 3e-3),
+    "natural-polar": Contender(_natural(polar=True), 3e-3),
+    "natural-polar-quarter": Contender(_natural(power=0.25, polar=True), 3e-3),
+    "natural-damping-1": Contender(_natural(epsilon=0.1), 3e-3),
+    "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
+    "natural-decay-98": Contender(_natural(decay=0.98), 3e-3),
+    "natural-decay-90": Contender(_natural(decay=0.9), 3e-3),
+    "natural-metric-every-2": Contender(_natural(decay=0.9, metric_every=2), 3e-3),
+    "natural-rms-40": Contender(_natural(rms=0.4), 1.5e-3),
+    "natural-rms-10": Contender(_natural(rms=0.1), 3e-3),
     "natural-every-10": Contender(_natural(inverse_every=10), 3e-3),
-    "natural-every-25": Contender(_variant(), 3e-3),
+    "natural-every-50": Contender(_natural(inverse_every=50), 3e-3),
     "natural-every-100": Contender(_natural(inverse_every=100), 3e-3),
     "natural-polar-every-10": Contender(_natural(polar=True, inverse_every=10), 3e-3),
     "natural-polar-quarter-every-10": Contender(_natural(power=0.25, polar=True, inverse_every=10), 3e-3),

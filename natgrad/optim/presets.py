@@ -278,7 +278,7 @@ def Natural(
     fit: Fit = "kl",
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int | Literal["fresh"] = 50,
+    inverse_every: int | Literal["fresh"] = 25,
     early: bool = True,
     sharing: Literal["expand", "reduce"] = "expand",
     largest: int = LARGEST,

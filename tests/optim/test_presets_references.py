@@ -183,7 +183,7 @@ class Reference:
 REFERENCES: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], Callable[[list[nn.Parameter]], Reference]]] = {
     "natural": (
         lambda model: ng.Natural(model, lr=0.01),
-        lambda params: Reference(params, 0.01, 0.5, kl=True, every=50),
+        lambda params: Reference(params, 0.01, 0.5, kl=True, every=25),
     ),
     "natural_75": (
         lambda model: ng.Natural(model, lr=0.01, power=0.75, inverse_every=3),
@@ -191,7 +191,7 @@ REFERENCES: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], Callable[
     ),
     "natural_mean": (
         lambda model: ng.Natural(model, lr=0.01, power=1.0, fit="mean"),
-        lambda params: Reference(params, 0.01, 1.0, kl=False, every=50),
+        lambda params: Reference(params, 0.01, 1.0, kl=False, every=25),
     ),
     "shampoo": (
         lambda model: ng.Shampoo(model, lr=0.01),
