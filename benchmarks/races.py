@@ -297,7 +297,8 @@ class Trainer:
 
 def train(run: Run, task: Task, data: Data, device: torch.device, clock: Clock) -> Record | None:
     """The record of a run; None if time is up before its end."""
-    gc.collect()  # the graphs of the last run
+    if device.type == "cuda":
+        gc.collect()  # the graphs of the last run
     began = time.perf_counter()
     trainer = Trainer(run, task, data, device)
     trainer.warm_up(run)
