@@ -65,9 +65,9 @@ class LeastSquaresResult:
     ``rank`` and ``covariance`` are computed from the Jacobian at the end, when they are asked for.
     """
 
-    params: dict[str, Tensor]
+    params: dict[str, Tensor] = field(repr=False)
     loss: float
-    residuals: dict[str, Tensor]  # by class, [n *out], unscaled
+    residuals: dict[str, Tensor] = field(repr=False)  # by class, [n *out], unscaled
     status: Status
     message: str
     success: bool

@@ -78,29 +78,19 @@ class KernelJacobian(ResidualJacobian):
         return gram
 
     @cached_property
-    def _factors(self) -> dict[float, Tensor]:
-        return {}
+    def _damped(self) -> DampedFactor:
+        return DampedFactor(self.gram)
 
     def solve(self, t: Tensor, damping: float) -> Tensor:
-        m = len(self.gram)
-        rounding = m * torch.finfo(self.gram.dtype).eps * float(self.gram.diagonal().amax())
-        factor = self._factor(max(damping, rounding))
-        z = torch.cholesky_solve(t.unsqueeze(1), factor).squeeze(1)
-        for _ in range(_REFINED if damping < rounding else 0):
-            left = t - self.push(self.pull(z)) - damping * z
-            z = z + torch.cholesky_solve(left.unsqueeze(1), factor).squeeze(1)
+        z = self._damped.solve(t, damping)
+        for _ in range(_REFINED if damping < self._damped.rounding else 0):
+            z = z + self._damped.solve(t - self.push(self.pull(z)) - damping * z, damping)
         return self.pull(z)
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         """Woodbury's identity, (ω − v)/λ with the solution v of J v = Jω."""
         check_positive(damping, "the damping")
         return (ω - self.solve(self.push(ω), damping)) / damping
-
-    def _factor(self, damping: float) -> Tensor:
-        if damping not in self._factors:
-            self._factors.clear()
-            self._factors[damping] = positive_factor(self.gram, damping)
-        return self._factors[damping]
 
     def singular_values(self) -> Tensor:
         return torch.linalg.eigvalsh(self.gram).flip(0).clamp(min=0).sqrt()
@@ -139,8 +129,8 @@ class DenseJacobian(ResidualJacobian):
         return t @ self.matrix
 
     @cached_property
-    def _normal(self) -> NormalFactor:
-        return NormalFactor(self.matrix.T @ self.matrix)
+    def _normal(self) -> DampedFactor:
+        return DampedFactor(self.matrix.T @ self.matrix)
 
     def solve(self, t: Tensor, damping: float) -> Tensor:
         if self.matrix.shape[1] > _TRIANGULAR and damping > 0:
@@ -186,7 +176,7 @@ class NormalJacobian(ResidualJacobian):
     """
 
     exact: ImplicitOperator
-    normal: NormalFactor
+    normal: DampedFactor
 
     @property
     def operator(self) -> ImplicitOperator:
@@ -204,15 +194,19 @@ class NormalJacobian(ResidualJacobian):
 
 @final
 @dataclass(frozen=True)
-class NormalFactor:
+class DampedFactor:
     """(G + λ)⁻¹ of a matrix G [p p] by Cholesky, with a λ that is at least the rounding of G."""
 
     G: Tensor
     _factors: dict[float, Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def rounding(self) -> float:
+        """Of the entries of G: the smallest λ."""
+        return len(self.G) * torch.finfo(self.G.dtype).eps * float(self.G.diagonal().amax())
+
     def solve(self, ω: Tensor, damping: float) -> Tensor:
-        rounding = len(self.G) * torch.finfo(self.G.dtype).eps * float(self.G.diagonal().amax())
-        λ = max(damping, rounding)
+        λ = max(damping, self.rounding)
         if λ not in self._factors:
             self._factors.clear()
             self._factors[λ] = positive_factor(self.G, λ)
@@ -283,7 +277,7 @@ def jacobian_of(
         return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
     if isinstance(structure, Dense):
         G = torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0)
-        return NormalJacobian(exact, NormalFactor(G))
+        return NormalJacobian(exact, DampedFactor(G))
     approximate = averaged([(w, structure.estimate(pb)) for pb, w in pairs])
     return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
 

@@ -102,8 +102,9 @@ def compare(
         raise ValueError(f"{chosen!r} is sampled, and two samples are two metrics: take the exact one")
 
     def gradient(of: Model) -> Tensor:
-        options = {"structure": structure, "solver": solver or Pinv(), "damping": damping, "target": target}
-        return linearise(of, x).push(natural_gradient(of, x, loss, chosen, **options))
+        solve = solver or Pinv()
+        v = natural_gradient(of, x, loss, chosen, structure=structure, solver=solve, damping=damping, target=target)
+        return linearise(of, x).push(v)
 
     on_model = gradient(one), gradient(two)
     size = float(torch.linalg.vector_norm(on_model[0]))

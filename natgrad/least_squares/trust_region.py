@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.choice import Number, Truth, anywhere, column, greatest, least, negated, select
 from natgrad.least_squares.losses import RobustLoss
 from natgrad.least_squares.residuals import ResidualFunction
 from natgrad.linalg import TriangularLeastSquares
+
+# One fit by itself takes a few steps of a few microseconds: its numbers are Python's, as tensors would cost more than
+# its matrices. Those of b fits beside each other are tensors [b].
+Number: TypeAlias = Any  # a tensor [b], or a float
+Truth: TypeAlias = Any  # a tensor [b] of booleans, or a bool
 
 RUNNING, NOT_FINITE = -1, -2
 EVALUATIONS, GTOL, FTOL, XTOL, FTOL_XTOL = 0, 1, 2, 3, 4  # why a fit has stopped, as SciPy counts
@@ -355,3 +360,40 @@ def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor
     drop = sum(b * b / select(a > 0, a + λ, 1.0) for a, b in zip(squares, loads, strict=True))
     bend = sum(a * (b / select(a > 0, a + λ, 1.0)) ** 2 for a, b in zip(squares, loads, strict=True))
     return -(t.unsqueeze(-2) @ Vt).squeeze(-2), norm, λ, drop, bend
+
+
+# Arithmetic with one number for each fit.
+
+
+def select(condition: Truth, yes: Any, no: Any) -> Any:
+    """``yes`` where the condition holds; rows of tensors [b *], if those are what there is to select."""
+    if not isinstance(condition, Tensor):
+        return yes if condition else no
+    rows = max(t.ndim for t in (condition, yes, no) if isinstance(t, Tensor))
+    return torch.where(condition.view(-1, *(1,) * (rows - 1)), yes, no)
+
+
+def least(a: Number, b: Number) -> Number:
+    return _both(torch.minimum, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+
+
+def greatest(a: Number, b: Number) -> Number:
+    return _both(torch.maximum, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
+
+
+def _both(function: Callable[[Tensor, Tensor], Tensor], a: Number, b: Number) -> Tensor:
+    like = a if isinstance(a, Tensor) else b
+    return function(*(torch.as_tensor(t, dtype=like.dtype, device=like.device) for t in (a, b)))
+
+
+def negated(condition: Truth) -> Truth:
+    return ~condition if isinstance(condition, Tensor) else not condition
+
+
+def anywhere(condition: Truth) -> bool:
+    return bool(condition.any()) if isinstance(condition, Tensor) else condition
+
+
+def column(a: Number) -> Any:
+    """[b 1], to multiply rows with."""
+    return a.unsqueeze(-1) if isinstance(a, Tensor) else a

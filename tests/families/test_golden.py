@@ -198,7 +198,7 @@ def test_the_minimal_categorical_chart_is_the_redundant_one_against_the_last_cla
     torch.testing.assert_close(minimal.fisher(odds).inverse().dense(), torch.linalg.inv(F), rtol=1e-10, atol=1e-12)
 
 
-def test_kl_of_coins_in_the_order_of_erratum_35() -> None:
+def test_bregman_and_kl_of_coins_take_their_arguments_in_opposite_orders() -> None:
     η, η2 = tensor(0.3), tensor(-1.1)
     coin = f.Bernoulli()
     assert abs(float(coin.bregman(η, η2)) - 0.217384) < 1e-6
