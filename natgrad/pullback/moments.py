@@ -25,7 +25,7 @@ from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.model import tensors_of
-from natgrad.pullback.coupling import Mixing, Weights, at_fixed_address
+from natgrad.pullback.coupling import Mixing, Weights, at_fixed_address, fixed_memory
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.operation_layers import is_operation
@@ -86,10 +86,10 @@ def second_moments(
                 add(left, b, s)
             if watch is not None:
                 watch(tape, g)
-        there = shared_positions(tape, kinds, there)
+        shared = shared_positions(tape, kinds, there)
         for b, kind in enumerate(kinds):
             if b not in fitted:
-                add(right, b, sharing.counted_moment(tape.inputs(kind), kind, there[b], weights))
+                add(right, b, sharing.counted_moment(tape.inputs(kind), kind, _any_of(shared[b]), weights))
     dtype = pb.y.dtype
     means = [right[b].total if b in fitted else right[b].mean() for b in range(len(kinds))]
     pairs = iter([(left[b].total.to(dtype), a.to(dtype)) for b, a in enumerate(means)])
@@ -287,20 +287,25 @@ def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
 
 def shared_positions(
     tape: Tape, layers: Sequence[Block], there: Mapping[int, Tensor | None]
-) -> dict[int, Tensor | None]:
-    """Where positions count, [n r], by the numbers of layers; those that read one tensor count the same positions.
+) -> dict[int, tuple[Tensor, ...]]:
+    """Masks [n r] by the numbers of layers: a position counts where one of them is true; where there is none, all do.
 
-    A cotangent must have reached one of them: the query of a token that sees one key has none, up to rounding.
+    Layers that read one tensor count the same positions. A cotangent must have reached one of them: the query of a
+    token that sees one key has none, up to rounding.
     """
     readers: dict[Hashable, list[int]] = {}
     for b in there:
         readers.setdefault(_read_by(tape, layers[b], b), []).append(b)
-    shared: dict[int, Tensor | None] = {}
+    shared: dict[int, tuple[Tensor, ...]] = {}
     for numbers in readers.values():
-        masks = [mask for b in numbers if (mask := there[b]) is not None]
-        every = len(masks) < len(numbers)
-        shared.update(dict.fromkeys(numbers, None if every else functools.reduce(torch.logical_or, masks)))
+        masks = tuple([mask for b in numbers if (mask := there[b]) is not None])
+        shared.update(dict.fromkeys(numbers, masks if len(masks) == len(numbers) else ()))
     return shared
+
+
+def _any_of(masks: Sequence[Tensor]) -> Tensor | None:
+    """Where one of these is true; None, which is everywhere, where there is none."""
+    return functools.reduce(torch.logical_or, masks) if masks else None
 
 
 def _read_by(tape: Tape, layer: Block, b: int) -> Hashable:
@@ -459,9 +464,7 @@ class CapturedKernels:
                 self.layers.put_inputs(b, self.tape, self.sink)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers and, where it is made with it, A."""
-        blocks = self.layers.blocks
-        self.there.update({b: reached(g.of(self.tape, blocks[b]), blocks[b]) for b in numbers if self.layers.after(b)})
+        """S of these layers and, where it is made with it, A; and which of their positions count."""
         captured = [b for b in numbers if b in self._capturable]
         at_uses, key = self._uses_and_key("S", captured)
         if self._unsettled(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
@@ -469,6 +472,10 @@ class CapturedKernels:
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
         late = self._uses_of([b for b in captured if self.layers.late(b) and not self.layers.after(b)])
+        after = [b for b in numbers if self.layers.after(b)]
+        masks = {b: mask for b in captured if b in after and (mask := self._place(b)) is not None}
+        self.there.update(masks)
+        self.there.update({b: self._reached(b, g) for b in after if b not in masks})
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(tensors)
@@ -476,15 +483,41 @@ class CapturedKernels:
             sink = self.sink.with_weight(scalars[0])
             mine = Cotangents({at: tuple(next(supply) for _ in g.outer[at]) for at in at_uses}, {})
             for b in captured:
+                if b in masks:
+                    mask = reached(mine.of(tape, self.layers.blocks[b]), self.layers.blocks[b])
+                    assert mask is not None
+                    masks[b].copy_(mask)
                 self.layers.put_outputs(b, tape, mine, sink)
             sink.flush()
 
         if captured and self.graphs is not None:
             tensors = [*self._called(late), *(t for at in at_uses for t in g.outer[at])]
-            self.graphs.run(compute, tensors, [self.sink.weight], key, size=self.layers.n)
+            places = tuple([mask.data_ptr() for mask in masks.values()])
+            self.graphs.run(compute, tensors, [self.sink.weight], key, size=(self.layers.n, places))
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
+
+    def _reached(self, b: int, g: Cotangents) -> Tensor | None:
+        """Which positions of a layer count, [n r], on a GPU where graphs find it; None for all."""
+        block = self.layers.blocks[b]
+        mask = reached(g.of(self.tape, block), block)
+        if mask is None:
+            return None
+        self.tape.memo["mask", block.names] = self._shapes(b), mask.shape
+        return at_fixed_address(self.tape.memo, ("reached", block.names), mask)
+
+    def _place(self, b: int) -> Tensor | None:
+        """Memory for that mask, which a graph is to fill; None where the last pass had none, or another size."""
+        memo, names = self.tape.memo, self.layers.blocks[b].names
+        shapes, shape = memo.get(("mask", names), (None, None))
+        if shapes != self._shapes(b):
+            return None
+        return fixed_memory(memo, ("reached", names), shape, self.tape.y, torch.bool)
+
+    def _shapes(self, b: int) -> list[torch.Size]:
+        """Of the outputs of all uses of a layer."""
+        return [use.shape for use in self.tape.of(self.layers.blocks[b])]
 
     def inputs_after(self) -> None:
         """A of the layers of which not all positions need count, when all cotangents have come."""
@@ -492,27 +525,27 @@ class CapturedKernels:
         captured = [b for b in there if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
         if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
-            rest = self._put_padded_inputs(captured, key, there)
+            rest = self._put_padded_inputs(captured, key, {b: _any_of(there[b]) for b in captured})
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("A", rest)
-        distinct = {id(mask): mask for b in captured if (mask := there[b]) is not None}
-        masks = [at_fixed_address(self.tape.memo, ("reached", at), mask) for at, mask in enumerate(distinct.values())]
-        mask_of = {b: None if (mask := there[b]) is None else list(distinct).index(id(mask)) for b in captured}
-        called = self._called(at_uses)
+        called, numbers_of = self._called(at_uses), dict[tuple[int, ...], list[int]]()
+        for b in captured:
+            numbers_of.setdefault(tuple([mask.data_ptr() for mask in there[b]]), []).append(b)
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            tape = self._tape_reading(at_uses, iter(tensors))
-            given, sink = tensors[len(called) :], self.sink.with_weight(scalars[0])
-            for b, at in mask_of.items():
-                self.layers.put_inputs_after(b, tape, sink, None if at is None else given[at])
+            tape, sink = self._tape_reading(at_uses, iter(tensors)), self.sink.with_weight(scalars[0])
+            for numbers in numbers_of.values():
+                mask = _any_of(there[numbers[0]])
+                for b in numbers:
+                    self.layers.put_inputs_after(b, tape, sink, mask)
             sink.flush()
 
-        if captured and self.graphs is not None:
-            key = key, tuple(mask_of.values())
-            self.graphs.run(compute, [*called, *masks], [self.sink.weight], key, size=self.layers.n)
-        for b, mask in there.items():
+        if captured and self.graphs is not None:  # masks are where they always are
+            places = tuple([(masks, tuple(numbers)) for masks, numbers in numbers_of.items()])
+            self.graphs.run(compute, called, [self.sink.weight], key, size=(self.layers.n, places))
+        for b, masks in there.items():
             if b not in self._capturable:
-                self.layers.put_inputs_after(b, self.tape, self.sink, mask)
+                self.layers.put_inputs_after(b, self.tape, self.sink, _any_of(masks))
 
     def _unsettled(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
         """Whether what some layers read, of which these are the first and the last, keeps coming at new addresses."""

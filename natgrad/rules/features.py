@@ -25,6 +25,7 @@ from natgrad.accelerate.moments import (
     accumulate_second_moment,
     entry_moments,
     nonzero_rows,
+    rounded,
     second_moment,
     single,
     symmetric_product,
@@ -78,7 +79,7 @@ class Moment:
         """total/count; a group without any position has total zero, and keeps it."""
         count, total = self.count, self.total
         if isinstance(count, Tensor):
-            count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
+            count = count.clamp(min=1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
         return total / count
 
     def over(self, count: int | Tensor) -> Moment:
@@ -346,8 +347,10 @@ class Counted(Features):
     def moment(self) -> Moment:
         base = self.base
         if isinstance(base, (Rows, Entries)) and isinstance(base.ones, bool) and base.x.ndim == 3:
-            # Zeros are exact in every precision: half precision goes to the tensor cores as it is.
-            rows = replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0))
+            # Zeros are exact in every precision: half precision goes to the tensor cores as it is, and what is to be
+            # rounded is so before it is read again.
+            x = rounded(base.x, base.x.numel() * base.x.shape[-1]) if isinstance(base, Rows) else base.x
+            rows = replace(base, x=x.where(self.counted.unsqueeze(-1), 0))
             return rows.padded_moment(self.count())
         return base.weighed(self._weights).moment().over(self.count())
 

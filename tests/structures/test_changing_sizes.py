@@ -191,7 +191,7 @@ def test_layers_that_no_zero_rows_can_be_appended_to_say_so() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "sequences", "convolutions", "attention", "fused attention"])
 def test_terms_that_do_not_count_are_where_graphs_find_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose numbers are not looked at: two sizes in turn, and labels of which some are ignored."""
+    """As on a GPU, whose numbers are not looked at: two sizes, and labels of which some, others each time, are ignored."""
     structure, (build, batch) = ng.Kronecker(), CASES[name]
     model, stand_in = seeded(lambda: made(build, batch(20))), EagerGraphs()
     cache, metric = GraphCache[None](capture=stand_in), ng.metric_of(nn.CrossEntropyLoss(), axis=-1)
@@ -205,8 +205,8 @@ def test_terms_that_do_not_count_are_where_graphs_find_them(name: str, monkeypat
     observer = Observer(Model.of(model), metric, ng.pullback(model, x, metric, labels).layers, None, 2**30)
     first = structure.estimate(observer.checked(x, labels))
     expected, found = first, first.lerp(first, 0.5)
-    for step in range(12):
-        given = labelled((20, 12)[step % 2], step)
+    for step in range(16):
+        given = labelled((20, 20, 20, 12, 20, 12, 12, 12)[step % 8], step)
         expected = expected.lerp(structure.estimate(observer.checked(*given)), WEIGHT)
         with monkeypatch.context() as gpu:
             gpu.setattr(moments, "can_read", lambda t: False)
