@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -366,12 +367,13 @@ def _head(model: nn.Module, task: Task) -> list[dict[str, Any]]:
 
 def _natural(
     power: float = 0.5,
-    momentum: float = 0.95,
+    momentum: float = 0.9,
     fit: Literal["mean", "kl"] = "kl",
-    polar: bool = False,
+    polar: bool = True,
+    factors: Literal["diagonal", "whole"] = "diagonal",
     inverse_every: int = 25,
     epsilon: float = 0.01,
-    rms: float = 0.2,
+    rms: float = 0.4,
     decay: float = 0.95,
     metric_every: int = 1,
 ) -> Make:
@@ -386,6 +388,7 @@ def _natural(
             momentum=momentum,
             fit=fit,
             polar=polar,
+            factors=factors,
             inverse_every=inverse_every,
             damping=ng.Relative(epsilon),
             rms=rms,
@@ -397,21 +400,14 @@ def _natural(
     return make
 
 
-def _natural_fisher(power: float, momentum: float) -> Make:
+_whole_polar = partial(_natural, factors="whole", momentum=0.95, rms=0.2)
+_kl = partial(_whole_polar, polar=False)  # KL-Shampoo
+
+
+def _natural_fisher(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
     """``ng.Natural`` with the factors of K-FAC, of targets that the model samples."""
-
-    def make(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
-        return ng.Natural(
-            model,
-            ng.Fisher(task.family(), samples=1),
-            lr=lr,
-            weight_decay=weight_decay,
-            power=power,
-            momentum=momentum,
-            groups=_head(model, task),
-        )
-
-    return make
+    metric = ng.Fisher(task.family(), samples=1)
+    return ng.Natural(model, metric, lr=lr, weight_decay=weight_decay, groups=_head(model, task))
 
 
 def _natural_own(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
@@ -419,8 +415,11 @@ def _natural_own(model: nn.Module, lr: float, weight_decay: float, task: Task) -
     return ng.Natural(model, ng.Empirical(), lr=lr, weight_decay=weight_decay, groups=_head(model, task))
 
 
-def _ng_muon(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
-    return ng.Muon(model, lr=lr, weight_decay=weight_decay, groups=_head(model, task))
+def _ng_muon(momentum: float = 0.95) -> Make:
+    def make(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+        return ng.Muon(model, lr=lr, weight_decay=weight_decay, momentum=momentum, groups=_head(model, task))
+
+    return make
 
 
 def _ng_soap(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
@@ -441,27 +440,41 @@ CONTENDERS: dict[str, Contender] = {
     "natural": Contender(_natural(), 3e-3),
     # Variants, run when they are named: each differs from "natural" by what its name says.
     "natural-power-25": Contender(_natural(power=0.25), 3e-3),
-    "natural-power-375": Contender(_natural(power=0.375), 3e-3),
     "natural-power-75": Contender(_natural(power=0.75), 3e-3),
-    "natural-momentum-90": Contender(_natural(momentum=0.9), 3e-3),
+    "natural-power-100": Contender(_natural(power=1.0), 3e-3),
+    "natural-momentum-95": Contender(_natural(momentum=0.95), 3e-3),
     "natural-mean": Contender(_natural(fit="mean"), 3e-3),
-    "natural-polar": Contender(_natural(polar=True), 3e-3),
-    "natural-polar-quarter": Contender(_natural(power=0.25, polar=True), 3e-3),
-    "natural-damping-1": Contender(_natural(epsilon=0.1), 3e-3),
-    "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
-    "natural-decay-98": Contender(_natural(decay=0.98), 3e-3),
     "natural-decay-90": Contender(_natural(decay=0.9), 3e-3),
-    "natural-metric-every-2": Contender(_natural(decay=0.9, metric_every=2), 3e-3),
-    "natural-rms-40": Contender(_natural(rms=0.4), 1.5e-3),
-    "natural-rms-10": Contender(_natural(rms=0.1), 3e-3),
-    "natural-every-10": Contender(_natural(inverse_every=10), 3e-3),
-    "natural-every-50": Contender(_natural(inverse_every=50), 3e-3),
-    "natural-every-100": Contender(_natural(inverse_every=100), 3e-3),
-    "natural-polar-every-10": Contender(_natural(polar=True, inverse_every=10), 3e-3),
-    "natural-polar-quarter-every-10": Contender(_natural(power=0.25, polar=True, inverse_every=10), 3e-3),
-    "natural-fisher": Contender(_natural_fisher(0.75, 0.9), 3e-3, hooks=True),
+    "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
+    "natural-rms-20": Contender(_natural(rms=0.2), 6e-3),
+    "natural-every-5": Contender(_natural(inverse_every=5), 3e-3),
+    # Whole factors with the polar step, momentum 0.95.
+    "whole-polar": Contender(_whole_polar(), 3e-3),
+    "whole-polar-quarter": Contender(_whole_polar(power=0.25), 3e-3),
+    "whole-polar-every-10": Contender(_whole_polar(inverse_every=10), 3e-3),
+    "whole-polar-quarter-every-10": Contender(_whole_polar(power=0.25, inverse_every=10), 3e-3),
+    # Whole factors without it, which is KL-Shampoo in our slots, and what differs from it.
+    "ng-kl-shampoo": Contender(_kl(), 3e-3),
+    "ng-kl-shampoo-power-25": Contender(_kl(power=0.25), 3e-3),
+    "ng-kl-shampoo-power-375": Contender(_kl(power=0.375), 3e-3),
+    "ng-kl-shampoo-momentum-90": Contender(_kl(momentum=0.9), 3e-3),
+    "ng-kl-shampoo-mean": Contender(_kl(fit="mean"), 3e-3),
+    "ng-kl-shampoo-damping-1": Contender(_kl(epsilon=0.1), 3e-3),
+    "ng-kl-shampoo-damping-3": Contender(_kl(epsilon=1e-3), 3e-3),
+    "ng-kl-shampoo-decay-98": Contender(_kl(decay=0.98), 3e-3),
+    "ng-kl-shampoo-decay-90": Contender(_kl(decay=0.9), 3e-3),
+    "ng-kl-shampoo-metric-every-2": Contender(_kl(decay=0.9, metric_every=2), 3e-3),
+    "ng-kl-shampoo-rms-40": Contender(_kl(rms=0.4), 1.5e-3),
+    "ng-kl-shampoo-rms-10": Contender(_kl(rms=0.1), 3e-3),
+    "ng-kl-shampoo-every-10": Contender(_kl(inverse_every=10), 3e-3),
+    "ng-kl-shampoo-every-50": Contender(_kl(inverse_every=50), 3e-3),
+    "ng-kl-shampoo-every-100": Contender(_kl(inverse_every=100), 3e-3),
+    # The metric of the loss: K-FAC's factors of sampled targets, or of the loss's own cotangents.
+    "natural-fisher": Contender(_natural_fisher, 3e-3, hooks=True),
     "natural-own": Contender(_natural_own, 3e-3, hooks=True),
-    "ng-muon": Contender(_ng_muon, 3e-3),
+    # Others, in our slots or theirs.
+    "ng-muon": Contender(_ng_muon(), 3e-3),
+    "ng-muon-momentum-90": Contender(_ng_muon(momentum=0.9), 3e-3),
     "ng-soap": Contender(_ng_soap, 2e-3),
     "ng-shampoo": Contender(_ng_shampoo, 3e-3),
     "muon-original": Contender(_muon("original", 10.0), 2e-3),

@@ -270,11 +270,12 @@ def Natural(
     *,
     lr: float = 3e-3,
     weight_decay: float = 0.1,
-    momentum: float = 0.95,
+    momentum: float = 0.9,
     power: float = 0.5,
     damping: Damping = _SHARE,
-    rms: float = 0.2,
-    polar: bool = False,
+    rms: float = 0.4,
+    polar: bool = True,
+    factors: Literal["diagonal", "whole"] = "diagonal",
     fit: Fit = "kl",
     decay: float = 0.95,
     metric_every: int = 1,
@@ -290,26 +291,31 @@ def Natural(
     memory: int = MEMORY,
     strict: bool = False,
 ) -> NaturalGradient:
-    """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
+    """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for W [o i].
 
-    M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983), S ⊗ A the Kronecker product
-    nearest to the second moment of the gradients in KL divergence, S = E[∇A⁻¹∇ᵀ]/i, A = E[∇ᵀS⁻¹∇]/o (Lin et al. 2025),
-    λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A (``Relative``). With p = ½ the noise of v is white: G^p is the metric
-    half-way between the identity and G. Every matrix steps by the root mean square lr·rms, which is about that of Adam,
-    so ``lr`` is on the scale of AdamW's. Embeddings and parameters with fewer than two axes are stepped by AdamW with
-    the same learning rate, schedule and weight decay. Give it the head of a language model as well:
-    ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
+    Steepest descent in the spectral norm of a metric (``Polar``; for G = 1 this is Muon, Jordan et al. 2024), v scaled
+    to the length of polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov
+    1983), G = S ⊗ A the Kronecker product nearest to the second moment of the gradients in KL divergence,
+    S = E[∇A⁻¹∇ᵀ]/i, A = E[∇ᵀS⁻¹∇]/o (Lin et al. 2025), of which the diagonals are kept: a number for every neuron and
+    one for every input. λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A are added to them (``Relative``). So neurons with
+    large gradients, and inputs that are large, do not rule the singular vectors, and steps are short along them. With
+    p = ½ the metric is half-way between the identity and G.
+
+    Every matrix steps by the root mean square lr·rms, so ``lr`` is on the scale of AdamW's. Embeddings and parameters
+    with fewer than two axes are stepped by AdamW with the same learning rate, schedule and weight decay. Give it the
+    head of a language model as well: ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
 
     Two numbers need thought: ``lr``, from a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no
     layer rule and no loss is needed.
 
-    A ``metric``, or a loss (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as
-    ``ng.Fisher(family, samples=1)``, has the factors of K-FAC, from one more backward pass (p = ¾ suits it),
-    ``ng.Empirical()`` those of the loss's own cotangents. ``fit="mean"`` averages each side by itself, as K-FAC and
-    Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in the spectral norm of G^p (``Polar``).
-    The metric is estimated every ``metric_every`` steps. Its roots are computed every ``inverse_every`` steps, or with
-    "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. ``strict`` is that
-    of ``NaturalGradient``, and the other arguments those of ``KFAC``.
+    ``factors="whole"`` keeps S and A whole, and ``polar=False`` takes v = G^-p M, of the root mean square lr·rms
+    (``Normalised``): both together are KL-Shampoo (``ng.Shampoo(model, fit="kl")``). A ``metric``, or a loss
+    (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as ``ng.Fisher(family,
+    samples=1)``, has the factors of K-FAC, from one more backward pass, ``ng.Empirical()`` those of the loss's own
+    cotangents. ``fit="mean"`` averages each side by itself, as K-FAC and Shampoo do. The metric is estimated every
+    ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps, or with "fresh" when the metric has
+    moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. ``strict`` is that of ``NaturalGradient``, and
+    the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -320,11 +326,14 @@ def Natural(
     ...     nn.functional.cross_entropy(model(x), t).backward()
     ...     opt.step()
     """
+    if factors not in ("diagonal", "whole"):
+        raise ValueError(f'Natural(factors=…) is "diagonal" or "whole", not {factors!r}')
+    kept = largest if factors == "whole" else 1  # rows of a factor that is more than a diagonal
     return NaturalGradient(
         model,
         _GRADIENTS if metric is None else metric_of(metric, samples=1),
         structure=Refresh(
-            Kronecker(sharing, largest=largest, fit=fit, power=power), metric_every, decay, inverse_every, early=early
+            Kronecker(sharing, largest=kept, fit=fit, power=power), metric_every, decay, inverse_every, early=early
         ),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
@@ -353,6 +362,7 @@ def Shampoo(
     power: float = 0.5,
     damping: Damping = _SHARE,
     rms: float = 0.2,
+    fit: Fit = "mean",
     decay: float = 0.95,
     metric_every: int = 1,
     inverse_every: int | Literal["fresh"] = 10,
@@ -367,7 +377,8 @@ def Shampoo(
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
     it from a second optimizer ("grafting"). Momentum is of gradients, with Nesterov's step; embeddings and parameters
     with fewer than two axes have AdamW. A kernel [o i *k] has one factor for o and one for i, which its offsets share.
-    The arguments are those of ``Natural``, which differs in the fit of S and A.
+    ``fit="kl"`` is KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other
+    arguments are those of ``Natural``.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
@@ -375,7 +386,9 @@ def Shampoo(
     return NaturalGradient(
         model,
         _GRADIENTS,
-        structure=Refresh(Kronecker(largest=largest, power=power), metric_every, decay, inverse_every, early=early),
+        structure=Refresh(
+            Kronecker(largest=largest, fit=fit, power=power), metric_every, decay, inverse_every, early=early
+        ),
         solver=Factored(),
         step=Normalised(rms),
         lr=lr,

@@ -252,7 +252,7 @@ def test_a_plain_step_of_soap_is_three_graphs_whatever_the_number_of_layers(gpu:
 def test_a_plain_step_of_natural_multiplies_and_averages_all_layers_at_once(depth: int, gpu: Callable[[], Gpu]) -> None:
     """No identity is added to a root, no pairing is formed, and all factors have one average, one gate and one step."""
     it, model = gpu(), net([16] * (depth + 1))
-    opt = ng.Natural(model, lr=0.01)
+    opt = ng.Natural(model, lr=0.01, factors="whole", polar=False)
     trained(model, opt, range(24))
     with it.counting() as kernels:
         trained(model, opt, range(24, 25))
@@ -260,6 +260,20 @@ def test_a_plain_step_of_natural_multiplies_and_averages_all_layers_at_once(dept
     assert kernels.products == 6  # with the roots of both sides, S and A; with the inverses of both sides
     assert kernels.captured.total() <= 40
     assert not [name for name in ("dot", "diag_embed", "where") if kernels.captured[name]]
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_a_plain_step_of_natural_by_default_forms_no_square_matrix_but_in_the_polar_factor(
+    depth: int, gpu: Callable[[], Gpu]
+) -> None:
+    it, model = gpu(), net([16] * (depth + 1))
+    opt = ng.Natural(model, lr=0.01)
+    trained(model, opt, range(24))
+    with it.counting() as kernels:
+        trained(model, opt, range(24, 25))
+    assert it.replays == 2
+    assert kernels.products == 5  # XXᵀ, five times
+    assert kernels.captured.total() <= 66
 
 
 def test_a_plain_step_of_ekfac_is_one_graph_in_few_products(gpu: Callable[[], Gpu]) -> None:

@@ -27,13 +27,13 @@ def _fisher(model: nn.Module, **options: Any) -> ng.NaturalGradient:
     return ng.Natural(model, FISHER, power=0.75, generator=torch.Generator().manual_seed(3), **options)
 
 
-def _polar(model: nn.Module, **options: Any) -> ng.NaturalGradient:
-    return ng.Natural(model, polar=True, **options)
+def _whole(model: nn.Module, **options: Any) -> ng.NaturalGradient:
+    return ng.Natural(model, factors="whole", **options)
 
 
 PRESETS: dict[str, Make] = {
     "natural": ng.Natural,
-    "natural_polar": _polar,
+    "natural_whole": _whole,
     "natural_fisher": _fisher,
     "shampoo": ng.Shampoo,
     "soap": ng.SOAP,
@@ -286,6 +286,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "fit": (lambda m: ng.Natural(m, fit="best"), ValueError, 'is "mean" or "kl", not \'best\''),  # type: ignore[arg-type]
     "basis": (lambda m: ng.SOAP(m, basis_every=0), ValueError, r"Refresh\(basis=…\) must be at least 1, got 0"),
     "no_basis": (lambda m: ng.Refresh(ng.Kronecker(), basis=3), IncompatibleError, "no eigenvectors to keep"),
+    "factors": (lambda m: ng.Natural(m, factors="half"), ValueError, 'is "diagonal" or "whole", not \'half\''),  # type: ignore[arg-type]
     "metric": (lambda m: ng.Natural(m, "fisher"), TypeError, "metric"),  # type: ignore[arg-type]
     "polar": (
         lambda m: ng.Muon(m, groups=[{"params": list(m.parameters()), "fallback": None}]),

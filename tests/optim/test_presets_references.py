@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -140,33 +140,58 @@ def _refreshes(step: int, every: int) -> bool:
 
 
 class Reference:
-    """Natural and Shampoo: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p."""
+    """Shampoo: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
 
-    def __init__(self, params: list[nn.Parameter], lr: float, power: float, kl: bool, every: int = 10) -> None:
+    Natural (``spectral``) has the diagonals of S and A, momentum 0.9, and v = G^-p/2 polar(G^-p/2 M), as long as
+    rms·√max(o, i) times polar(…), here by singular values.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        lr: float,
+        power: float,
+        kl: bool,
+        every: int = 10,
+        spectral: bool = False,
+    ) -> None:
         self.params, self.param_groups, self.power, self.kl, self.every = params, [{"lr": lr}], power, kl, every
+        self.spectral, self.momentum = spectral, 0.9 if spectral else 0.95
         self.t, self.state = 0, [dict[str, Tensor]() for _ in params]
 
     @torch.no_grad()
     def step(self) -> None:
         """Statistics, roots if they are due, and a step."""
-        (group,) = self.param_groups
+        (group,), μ = self.param_groups, self.momentum
         for p, state in zip(self.params, self.state, strict=True):
             assert p.grad is not None
             g = p.grad.flatten(2) if p.ndim > 2 else p.grad[..., None]  # [o i k]
-            m = state["m"] = 0.95 * state.get("m", torch.zeros_like(g)) + 0.05 * g
+            m = state["m"] = μ * state.get("m", torch.zeros_like(g)) + (1 - μ) * g
             weight = 0.05 / (1 - 0.95 ** (self.t + 1))
             for key, new in self.factors(g, state).items():
-                state[key] = new if self.t == 0 else state[key].lerp(new, weight)
+                kept = new.diagonal().diag() if self.spectral else new
+                state[key] = kept if self.t == 0 else state[key].lerp(kept, weight)
             if _refreshes(self.t, self.every):
                 for key in "SA":
                     λ, Q = torch.linalg.eigh(state[key])
                     λ = λ.clamp(min=0) + 1e-2 * state[key].trace() / len(λ)
-                    state[f"{key}^-p"], inverse = (Q * λ**-self.power) @ Q.T, (Q / λ) @ Q.T
+                    power = self.power / 2 if self.spectral else self.power
+                    state[f"{key}^-p"], inverse = (Q * λ**-power) @ Q.T, (Q / λ) @ Q.T
                     state[f"{key}^-1"] = inverse * len(λ) / (inverse * state[key]).sum()  # the mean of xᵀF⁻¹x is d
-            v = torch.einsum("op,pik,ij->ojk", state["S^-p"], 0.95 * m + 0.05 * g, state["A^-p"])
-            v = 0.2 * v / v.square().mean().sqrt()
+            v = self.sharp(μ * m + (1 - μ) * g, state)
+            v = self.spectral_step(v, state) if self.spectral else 0.2 * v / v.square().mean().sqrt()
             p.mul_(1 - group["lr"] * 0.1).sub_(v.reshape(p.shape), alpha=group["lr"])
         self.t += 1
+
+    def sharp(self, m: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """S^-p m A^-p."""
+        return torch.einsum("op,pik,ij->ojk", state["S^-p"], m, state["A^-p"])
+
+    def spectral_step(self, whitened: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """The polar factor, back from the coordinates in which it was taken."""
+        u, _, vh = torch.linalg.svd(whitened.flatten(1), full_matrices=False)
+        v = self.sharp((u @ vh).view_as(whitened), state)
+        return 0.4 * max(u.shape[0], vh.shape[1]) ** 0.5 * (u @ vh).norm() * v / v.norm()
 
     def factors(self, g: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """S and A of one gradient: each by itself, or weighted by the last inverse of the other."""
@@ -180,18 +205,45 @@ class Reference:
         }
 
 
+def _natural(
+    model: nn.Module, *, power: float, fit: Literal["mean", "kl"], every: int, iteration: Any = "minimax"
+) -> ng.NaturalGradient:
+    """The slots of ``ng.Natural``, written out."""
+    return ng.NaturalGradient(
+        model,
+        ng.BatchGradient(),
+        structure=ng.Refresh(ng.Kronecker(largest=1, fit=fit, power=power), 1, 0.95, every),
+        solver=ng.Factored(),
+        step=ng.Polar(0.4, iteration),
+        damping=ng.Relative(1e-2),
+        lr=0.01,
+        momentum=0.9,
+        momentum_on="gradients",
+        weight_decay=0.1,
+        fallback="adamw",
+    )
+
+
 REFERENCES: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], Callable[[list[nn.Parameter]], Reference]]] = {
     "natural": (
-        lambda model: ng.Natural(model, lr=0.01),
-        lambda params: Reference(params, 0.01, 0.5, kl=True, every=25),
+        lambda model: _natural(model, power=0.5, fit="kl", every=25),
+        lambda params: Reference(params, 0.01, 0.5, kl=True, every=25, spectral=True),
     ),
     "natural_75": (
-        lambda model: ng.Natural(model, lr=0.01, power=0.75, inverse_every=3),
-        lambda params: Reference(params, 0.01, 0.75, kl=True, every=3),
+        lambda model: _natural(model, power=0.75, fit="kl", every=3),
+        lambda params: Reference(params, 0.01, 0.75, kl=True, every=3, spectral=True),
     ),
     "natural_mean": (
-        lambda model: ng.Natural(model, lr=0.01, power=1.0, fit="mean"),
-        lambda params: Reference(params, 0.01, 1.0, kl=False, every=25),
+        lambda model: _natural(model, power=1.0, fit="mean", every=25),
+        lambda params: Reference(params, 0.01, 1.0, kl=False, every=25, spectral=True),
+    ),
+    "kl_shampoo": (
+        lambda model: ng.Shampoo(model, lr=0.01, fit="kl"),
+        lambda params: Reference(params, 0.01, 0.5, kl=True),
+    ),
+    "kl_shampoo_75": (
+        lambda model: ng.Shampoo(model, lr=0.01, power=0.75, fit="kl", inverse_every=3),
+        lambda params: Reference(params, 0.01, 0.75, kl=True, every=3),
     ),
     "shampoo": (
         lambda model: ng.Shampoo(model, lr=0.01),
@@ -213,6 +265,22 @@ def test_presets_take_the_steps_of_a_reference_in_plain_torch(name: str) -> None
     expected = _train(hand, [theirs(hidden), _adamw(rest, 0.01, 0.1)])
     for θ, other in zip(found, expected, strict=True):
         torch.testing.assert_close(θ, other, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("fit", ["kl", "mean"])
+def test_natural_is_its_slots(fit: Literal["mean", "kl"]) -> None:
+    model, hand = _net(), _net()
+    found = _train(model, [ng.Natural(model, lr=0.01, fit=fit)])
+    expected = _train(hand, [_natural(hand, power=0.5, fit=fit, every=25, iteration="muon")])
+    for θ, other in zip(found, expected, strict=True):
+        assert torch.equal(θ, other)
+
+
+def test_natural_with_whole_factors_and_without_the_polar_factor_is_kl_shampoo() -> None:
+    model, hand = _net(), _net()
+    whole = ng.Natural(model, lr=0.01, factors="whole", polar=False, rms=0.2, momentum=0.95, inverse_every=10)
+    for θ, other in zip(_train(model, [whole]), _train(hand, [ng.Shampoo(hand, lr=0.01, fit="kl")]), strict=True):
+        assert torch.equal(θ, other)
 
 
 def test_soap_takes_the_steps_of_the_reference_of_the_paper_in_a_fixed_basis() -> None:

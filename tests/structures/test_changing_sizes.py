@@ -191,7 +191,7 @@ def test_layers_that_no_zero_rows_can_be_appended_to_say_so() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "sequences", "convolutions", "attention", "fused attention"])
 def test_terms_that_do_not_count_are_where_graphs_find_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose numbers are not looked at: two sizes, and labels of which some, others each time, are ignored."""
+    """As on a GPU, whose numbers are not looked at: two sizes, and other labels ignored each time."""
     structure, (build, batch) = ng.Kronecker(), CASES[name]
     model, stand_in = seeded(lambda: made(build, batch(20))), EagerGraphs()
     cache, metric = GraphCache[None](capture=stand_in), ng.metric_of(nn.CrossEntropyLoss(), axis=-1)

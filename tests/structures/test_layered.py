@@ -248,7 +248,7 @@ def test_the_row_of_the_bias_does_not_make_a_factor_too_large(kind: Any) -> None
         lambda model: ng.KFAC(model, ng.Euclidean(), largest=3),
         lambda model: ng.EKFAC(model, ng.Euclidean(), largest=3),
         lambda model: ng.SobolevKFAC(model, ng.Euclidean(), largest=3),
-        lambda model: ng.Natural(model, largest=3),
+        lambda model: ng.Natural(model, factors="whole", largest=3),
         lambda model: ng.Shampoo(model, largest=3),
         lambda model: ng.SOAP(model, largest=3),
     ],
