@@ -123,7 +123,11 @@ NAMES_OF_RACERS = {
     "ng-soap": "SOAP, `ng.SOAP`",
     "kl-shampoo": "KL-Shampoo, reference",
     "natural": "**`ng.Natural`**",
-    "natural-polar-quarter": "`ng.Natural(power=0.25, polar=True)`",
+    "natural-power-100": "`ng.Natural(power=1.0)`",
+    "natural-momentum-95": "`ng.Natural(momentum=0.95)`",
+    "natural-mean": '`ng.Natural(fit="mean")`',
+    "whole-polar-quarter": '`ng.Natural(factors="whole", power=0.25)`',
+    "ng-kl-shampoo": 'KL-Shampoo, `ng.Shampoo(fit="kl")`',
 }
 RACES = {
     "decoder": "Decoder 6 × 384 on the bytes of WikiText-2, nats a byte",
@@ -144,7 +148,7 @@ def races(folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
         if not found:
             missing.append(RACES[name])
             continue
-        columns = [0, 1, 2, 3, 5, 6, *([7, 8] if task.score_name == "accuracy" else []), 9, 11]
+        columns = [0, 1, 2, 3, 5, 6, 7, *([8, 9] if task.score_name == "accuracy" else []), 10, 12]
         head = [HEAD[c] for c in columns]
         lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
         table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))

@@ -3,7 +3,7 @@
     python -m benchmarks.races --data FOLDER --screen            # learning rate and weight decay, short schedules
     python -m benchmarks.races --data FOLDER --confirm           # the best three of each, the whole schedule
     python -m benchmarks.races --data FOLDER --final             # the best of each, three seeds, unseen validation data
-    python -m benchmarks.races --data FOLDER --equal-seconds     # the same in the time that AdamW took
+    python -m benchmarks.races --data FOLDER --equal-seconds     # the same in AdamW's time, and in half of it
     python -m benchmarks.races --report
 
 Protocol (Wen et al. 2025): everybody has the same number of tries, and is judged at the end of a schedule. ``--screen``
@@ -29,6 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
@@ -430,9 +431,9 @@ def settings(records: Records, task: Task, optimizer: str, steps: int) -> list[t
     return [record.run.setting for record in sorted(runs, key=lambda r: r.final) if record.loss is not None]
 
 
-def confirm(race: Race, task: Task, optimizer: str, best: int = 3) -> None:
-    """The best settings of the screening with the whole schedule."""
-    for lr, weight_decay in settings(race.records, task, optimizer, task.screen)[:best]:
+def confirm(race: Race, task: Task, optimizer: str, given: Iterable[tuple[float, float]] = (), best: int = 3) -> None:
+    """The best settings of the screening, or those that are ``given``, with the whole schedule."""
+    for lr, weight_decay in given or settings(race.records, task, optimizer, task.screen)[:best]:
         race.result(Run(task.name, optimizer, lr, weight_decay, 0, task.steps, TUNE), task)
 
 
@@ -455,8 +456,8 @@ def final_runs(race: Race, task: Task, optimizer: str, setting: tuple[float, flo
         race.result(Run(task.name, optimizer, *setting, seed, task.steps, REPORT), task)
 
 
-def equal_seconds(race: Race, task: Task, optimizer: str) -> None:
-    """The final runs with as many steps as fit into AdamW's time, each with the whole schedule."""
+def equal_seconds(race: Race, task: Task, optimizer: str, share: float = 1.0) -> None:
+    """The final runs with as many steps as fit into a share of AdamW's time, each with the whole schedule."""
     if optimizer == "adamw":
         return
     theirs = race.records.of(task.name, REPORT, "adamw", task.steps)
@@ -467,7 +468,7 @@ def equal_seconds(race: Race, task: Task, optimizer: str) -> None:
         ratio = _mean(r.total for r in theirs) / _mean(r.total for r in ours if r.loss is not None)
         if math.isfinite(ratio) and ratio > 0:
             for record in ours:
-                steps = max(1, round(ratio * task.steps))
+                steps = max(1, round(share * ratio * task.steps))
                 race.result(Run(task.name, optimizer, *setting, record.run.seed, steps, REPORT), task)
 
 
@@ -485,7 +486,9 @@ def rows(records: Records, task: Task) -> Iterator[list[str]]:
     levels = {r.run.seed: r.final for r in reference}
     for (name, lr, decay), group in sorted(groups.items(), key=lambda item: _mean(r.final for r in item[1])):
         others = [r for r in records.of(task.name, REPORT, name) if r.run.setting == (lr, decay)]
-        whole = group if group is reference else [r for r in others if r.run.steps != task.steps]
+        timed = [r for r in others if r.run.steps != task.steps and reference]
+        half = [r for r in timed if r.total < 0.75 * seconds]
+        whole = group if group is reference else [r for r in timed if r not in half]
         reached = _mean(r.reaches(levels.get(r.run.seed, level)) for r in group) / seconds if reference else math.nan
         yield [
             name,
@@ -494,6 +497,7 @@ def rows(records: Records, task: Task) -> Iterator[list[str]]:
             _spread(r.final for r in group),
             _spread((r.at(seconds) for r in group) if reference else ()),
             _spread(r.final for r in whole),
+            _spread(r.final for r in half),
             f"{reached:.2f}" if math.isfinite(reached) else "never" if reference else "–",
             _spread(r.score[-1] for r in group if r.score) if task.score_name else "–",
             _reach(task, groups, group),
@@ -531,7 +535,8 @@ def _spread(values: Iterable[float]) -> str:
 
 HEAD = (
     *("optimizer", "lr, wd", "seeds", "loss, equal steps", "loss at AdamW's seconds", "own schedule, AdamW's seconds"),
-    *("time to AdamW's loss", "score", "time to best SGD/AdamW score", "ms a step", "seconds", "MiB"),
+    *("own schedule, half of AdamW's seconds", "time to AdamW's loss"),
+    *("score", "time to best SGD/AdamW score", "ms a step", "seconds", "MiB"),
 )
 
 
@@ -570,7 +575,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", nargs="+", choices=list(tasks()), default=list(tasks()), metavar="TASK")
     parser.add_argument("--optimizers", nargs="+", choices=list(CONTENDERS), metavar="NAME", help=", ".join(CONTENDERS))
     parser.add_argument("--tries", type=int, default=7, help="runs of a search, for everybody (default 7)")
-    parser.add_argument("--lr", type=float, help="--final with this learning rate instead of the tuned one")
+    parser.add_argument("--lr", type=float, nargs="+", help="--confirm and --final with these, not with the tuned ones")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="with --lr")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop before, between two runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -589,13 +594,13 @@ def main(words: list[str] | None = None) -> None:
     phases: list[Callable[[Race, Task, str], None]] = []
     if args.screen:
         phases.append(lambda race, task, name: screen(race, task, name, args.tries))
+    given = [(lr, args.weight_decay) for lr in args.lr or ()]
     if args.confirm:
-        phases.append(confirm)
+        phases.append(lambda race, task, name: confirm(race, task, name, given))
     if args.final:
-        setting = None if args.lr is None else (args.lr, args.weight_decay)
-        phases.append(lambda race, task, name: final_runs(race, task, name, setting))
+        phases += [partial(final_runs, setting=setting) for setting in given] or [final_runs]
     if args.equal_seconds:
-        phases.append(equal_seconds)
+        phases += [equal_seconds, partial(equal_seconds, share=0.5)]
     if phases and args.data is None:
         raise SystemExit("the races need data: give the folder of the texts, images and tables by --data")
     race = Race(records, args.data, torch.device(args.device), Clock(args.minutes))
