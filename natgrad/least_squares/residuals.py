@@ -16,9 +16,10 @@ Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 _FEW_ROWS = 256  # up to which rows of J are differentiated backwards at once, though there are fewer columns
 _IN_CACHE = 2**14  # numbers that forward passes return at once
 _FEW_UNKNOWNS = 16  # for complex steps
-_STEP, _LEAST_SIZE = 1e-20, 1e-20  # of a complex step, in units of the unknown, and what an unknown of zero counts as
+_STEP = 3  # of a complex step in units of the unknown at the start, as a power of the machine epsilon
 _WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
 _CURVED = 1e-2  # what a short step may differ by from its linear prediction
+_NOISE = 8  # in units of the machine epsilon: what a residual may be off by rounding
 _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the same may differ by
 
 
@@ -55,6 +56,7 @@ class ResidualFunction:
         self.shape: torch.Size | None = None  # of the residuals of one fit
         self._method: Differentiation | None = None  # not known yet
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
+        self._steps: tuple[Tensor, Tensor] | None = None  # the lengths h of complex steps [1 n], and diag(h)
 
     def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
@@ -177,13 +179,13 @@ class ResidualFunction:
         return False
 
     def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
-        signs = torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype, device=x.device).square_().sin_()
-        d = torch.finfo(x.dtype).eps ** 0.4 * (x.abs() + _LEAST_SIZE) * signs
+        eps = torch.finfo(x.dtype).eps
+        d = torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype, device=x.device).square_().sin_() * (eps**0.4 * x)
         moved = x + d
         true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
-        column = d.unsqueeze(-1)
-        off = (true - r - (J @ column).squeeze(-1)).abs()
-        return bool((off <= _CURVED * (J.abs() @ column.abs()).squeeze(-1) + torch.finfo(x.dtype).tiny).all())
+        off = (true - r - (J @ d.unsqueeze(-1)).squeeze(-1)).abs()
+        terms = (J.abs() @ x.abs().unsqueeze(-1)).squeeze(-1)
+        return bool((off <= _CURVED * eps**0.4 * terms + _NOISE * eps * r.abs()).all())
 
     def one(self, x: Tensor, *args: Any) -> Tensor:
         """r [m] of one fit, from x [n]."""
@@ -204,9 +206,13 @@ class ResidualFunction:
     def _by_complex_steps(self, x: Tensor) -> Tensor:
         assert self.shape is not None
         n, ones = self.n, (1,) * len(self.shape)
-        h = (x[0].abs() + _LEAST_SIZE) * _STEP
-        steps = torch.complex(x.mT.expand(n, n), torch.diag(h)).view(n, n, *ones)  # [unknown, step, *residuals]
-        return (self._call(self._named(steps, n, *ones)).detach().imag.reshape(n, -1) / h.unsqueeze(1)).mT.unsqueeze(0)
+        if self._steps is None:
+            h = torch.finfo(x.dtype).eps ** _STEP * torch.where(x != 0, x.abs(), 1.0)
+            self._steps = h, h[0].diag()
+        h, steps = self._steps
+        points = torch.complex(x.mT.expand(n, n), steps).view(n, n, *ones)  # [unknown, step, *residuals]
+        columns = self._call(self._named(points, n, *ones)).detach().imag.reshape(n, -1)
+        return (columns.mT / h).unsqueeze(0)
 
     def _by_copies(self, x: Tensor) -> Tensor:
         r, copies = self._with_copies(x)
