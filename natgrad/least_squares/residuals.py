@@ -13,8 +13,9 @@ from torch import Tensor
 
 Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
-_FEW_ROWS = 256  # up to which rows of J are differentiated backwards at once, though there are fewer columns
-_IN_CACHE = 2**14  # numbers that forward passes return at once
+_FEW_ROWS = 256  # up to which J is differentiated by rows, though there are fewer columns
+_COLUMN = 2  # what a forward pass for a column takes, in units of a backward pass for a row
+_IN_CACHE = 2**13  # numbers that passes read or return at once
 _FEW_UNKNOWNS = 16  # for complex steps
 _STEP = 3  # of a complex step in units of the unknown at the start, as a power of the machine epsilon
 _WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
@@ -123,30 +124,36 @@ class ResidualFunction:
             return self._by_complex_steps(x)
         if self._method is Differentiation.COPIES:
             return self._by_copies(x)
-        differentiate = self._rows if r.shape[-1] <= max(self.n, _FEW_ROWS) else self._columns
+        differentiate = self._rows if r.shape[-1] <= max(_COLUMN * self.n, _FEW_ROWS) else self._columns
         if self.batch:
             return torch.vmap(differentiate)(x, *self.args).detach()
         return differentiate(x.squeeze(0), *self.args).detach().unsqueeze(0)
 
+    @property
+    def _at_once(self) -> int:
+        """How many passes stay in the cache together."""
+        assert self.shape is not None
+        return max(16, _IN_CACHE // self.shape.numel())
+
     def _rows(self, x: Tensor, *args: Any) -> Tensor:
-        return torch.func.jacrev(self.one)(x, *args)
+        """J [m n] by backward passes."""
+        return torch.func.jacrev(self.one, chunk_size=self._at_once)(x, *args)
 
     def _columns(self, x: Tensor, *args: Any) -> Tensor:
-        """J [m n] by forward passes, as many at once as stay in the cache."""
-        assert self.shape is not None
+        """J [m n] by forward passes."""
 
         def column(v: Tensor) -> Tensor:
             return torch.func.jvp(lambda x: self.one(x, *args), (x,), (v,))[1]
 
         eye = torch.eye(self.n, dtype=x.dtype, device=x.device)
-        return torch.vmap(column, out_dims=1, chunk_size=max(16, _IN_CACHE // self.shape.numel()))(eye)
+        return torch.vmap(column, out_dims=1, chunk_size=self._at_once)(eye)
 
     def _first(self, x: Tensor, r: Tensor) -> Tensor:
         """J in the first way that is right. What was found out about ``fun`` in an earlier call is not tested twice."""
         assert self.shape is not None
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
-        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= _IN_CACHE
+        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * _IN_CACHE
         methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 1 :]
         for method in methods:
             self._method = method

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from operator import mul
 from typing import Any, TypeAlias, final
 
@@ -181,7 +182,7 @@ def _step(
     f = residuals(trial)
     actual = fits.number(loss.decrease(fits.f, f))
     fits.limited = select(fits.λ > 0, fits.limited + 1, 0)
-    crawls = (fits.limited >= _CRAWLS) & (abs(actual) < torch.inf)
+    crawls = (fits.limited >= _CRAWLS) & (abs(actual) < torch.inf) & (fits.evaluations + 1 < rules.evaluations)
     bent = False
     if rules.lower is None and loss.rho is None and anywhere(crawls):
         bend_of_step = model.bend(δ, f, fits)
@@ -246,6 +247,11 @@ class Linearised:
     unit: Number  # ‖D‖
     terms: Number  # the size of the terms of which residuals are differences: that of all Jᵢxᵢ
 
+    @cached_property
+    def _decomposed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """U, s and Vᵀ of R."""
+        return _singular(self.problem.R)
+
     @staticmethod
     def of(residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, first: bool) -> Linearised:
         fits.J = residuals.jacobian(fits.x, fits.f)
@@ -287,10 +293,10 @@ class Linearised:
             return p, norm, 0.0 * norm, self.tangent**2, self.tangent**2
         R, z = self.problem.R, self.problem.z
         if not isinstance(outside, Tensor):
-            return _on_sphere(R, z, fits.radius, fits.λ)
+            return _on_sphere(self._decomposed, z, fits.radius, fits.λ)
         rows = outside.nonzero().squeeze(-1)
         inside = p, norm, torch.zeros_like(norm), self.tangent**2, self.tangent**2
-        limited = _on_sphere(R[rows], z[rows], fits.radius[rows], fits.λ[rows])
+        limited = _on_sphere(_singular(R[rows]), z[rows], fits.radius[rows], fits.λ[rows])
         return tuple(a.index_copy(0, rows, b) for a, b in zip(inside, limited, strict=True))
 
     def bend(self, δ: Tensor, f: Tensor, fits: Fits) -> Tensor:
@@ -349,9 +355,13 @@ def _is_regular(R: Tensor) -> bool:
 
 def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, s and Vᵀ of R, with zeros for the singular values that are rounding, and for all if R is not finite."""
+    rounding = R.shape[-1] * torch.finfo(R.dtype).eps
+    if len(R) == 1 and math.isfinite(float(R.sum())):
+        U, s, Vt = torch.linalg.svd(R, full_matrices=False)
+        return U, torch.nn.functional.threshold(s, rounding * float(s[0, 0]), 0.0), Vt
     finite = R.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     U, s, Vt = torch.linalg.svd(torch.where(finite, R, 0.0), full_matrices=False)
-    return U, torch.where(s > R.shape[-1] * torch.finfo(R.dtype).eps * s[..., :1], s, 0.0), Vt
+    return U, torch.where(s > rounding * s[..., :1], s, 0.0), Vt
 
 
 def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor]:
@@ -362,19 +372,18 @@ def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor]:
     return -((inside / torch.where(s > 0, s, 1.0)).unsqueeze(-2) @ Vt).squeeze(-2), inside
 
 
-def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor, Number, Number, Number, Number]:
+def _on_sphere(
+    decomposed: tuple[Tensor, Tensor, Tensor], z: Tensor, radius: Number, λ: Number
+) -> tuple[Tensor, Number, Number, Number, Number]:
     """As ``within``, with ‖p‖ = radius, or with the shortest minimum if that is shorter, and λ = 0.
 
     Newton steps for 1/‖p(λ)‖ = 1/radius (Moré 1978). They cost nothing with the singular values s of R.
     """
+    U, s, Vt = decomposed
+    c = s * (z.unsqueeze(-2) @ U).squeeze(-2)
     single = not isinstance(radius, Tensor)
-    U, s, Vt = torch.linalg.svd(R, full_matrices=False) if single else _singular(R)
-    c = (z.unsqueeze(-2) @ U).squeeze(-2)
-    values, parts = (s[0].tolist(), c[0].tolist()) if single else (s.unbind(-1), c.unbind(-1))
-    if single:
-        least_value = R.shape[-1] * torch.finfo(R.dtype).eps * values[0]
-        values = [a if a > least_value else 0.0 for a in values]
-    squares, loads = [a * a for a in values], [a * b for a, b in zip(values, parts, strict=True)]
+    squares = [a * a for a in (s[0].tolist() if single else s.unbind(-1))]
+    loads = c[0].tolist() if single else c.unbind(-1)
 
     def length(λ: Number) -> tuple[Number, Number]:
         """‖p(λ)‖ and its derivative."""
@@ -403,7 +412,7 @@ def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor
     t = [b / select(a > 0, a + λ, 1.0) for a, b in zip(squares, loads, strict=True)]
     drop = sum(b * c for b, c in zip(loads, t, strict=True))
     bend = sum(a * c * c for a, c in zip(squares, t, strict=True))
-    rows = R.new_tensor([t]) if single else torch.stack(t, -1)
+    rows = z.new_tensor([t]) if single else torch.stack(t, -1)
     return -(rows.unsqueeze(-2) @ Vt).squeeze(-2), norm, λ, drop, bend
 
 
