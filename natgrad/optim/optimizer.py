@@ -425,6 +425,11 @@ class NaturalGradient(torch.optim.Optimizer):
                 f'{type(rule).__name__} decides the velocity itself, and momentum_on="gradients" keeps none: '
                 'use momentum_on="steps"'
             )
+        if step.velocity is not None and any(group["momentum"] for group in self.param_groups):
+            raise ValueError(
+                f"{type(rule).__name__} decides the velocity itself, and a parameter group has a momentum beside it: "
+                f"give momentum=0, and its momentum to {type(rule).__name__}"
+            )
         if idle:  # a constraint may have moved them
             landing = {name: t for name, t in step.landing.items() if name not in idle}
             step = replace(step, displacement=update.at_rest(step.displacement), landing=landing)
