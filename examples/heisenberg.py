@@ -52,7 +52,8 @@ class Chain:
         """Their representatives [k], ascending, and how many configurations each has [k]."""
         x = torch.arange(1 << self.length)
         ups = sum(((x >> i) & 1 for i in range(self.length)), torch.zeros_like(x))
-        return self.representative(x[ups == self.length // 2]).unique(return_counts=True)
+        found, sizes = self.representative(x[ups == self.length // 2]).unique(return_counts=True)
+        return found, sizes
 
     @cached_property
     def spins(self) -> Tensor:
@@ -136,7 +137,7 @@ def ground_state(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--damping", type=float, default=1e-3)

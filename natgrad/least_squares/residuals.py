@@ -29,6 +29,7 @@ class Differentiation(Enum):
 
     COMPLEX = "complex steps"
     COPIES = "a copy of the unknowns for each residual"
+    EXAMPLES = "a call for each residual, with its row of args"
     GENERAL = "rows or columns"
 
 
@@ -42,6 +43,8 @@ class ResidualFunction:
       tensors that are broadcast against the data. With few unknowns, column j of J is then Im f(x + ih e_j)/h, exact
       for analytic functions because nothing is subtracted (Squire and Trapp 1998). With more, or in a batch, residual i
       gets its own copy of the unknowns, and one backward pass of Σ r leaves row i of J at copy i.
+    - Where tensors in ``args`` have one row for each residual, as the data of a network, and residual i needs row i
+      alone, it is a function of the unknowns and of that row, and ``vmap`` over the rows has all gradients.
     - Else the rows come by backward passes, batched by ``vmap``, or, if there are many, the columns by forward passes.
 
     Whether ``fun`` is such a function, the first call tests (its values must not change, and a product Jᵀu must be that
@@ -124,6 +127,8 @@ class ResidualFunction:
             return self._by_complex_steps(x)
         if self._method is Differentiation.COPIES:
             return self._by_copies(x)
+        if self._method is Differentiation.EXAMPLES:
+            return self._by_examples(x)
         differentiate = self._rows if r.shape[-1] <= max(_COLUMN * self.n, _FEW_ROWS) else self._columns
         if self.batch:
             return torch.vmap(differentiate)(x, *self.args).detach()
@@ -226,6 +231,18 @@ class ResidualFunction:
         self._last = None  # the graph is used up
         (J,) = torch.autograd.grad(r, copies, torch.ones_like(r), materialize_grads=True)
         return J.reshape(*x.shape, -1).mT
+
+    def _by_examples(self, x: Tensor) -> Tensor:
+        """Row i of J is the gradient of ``fun`` at row i of the arguments, which keep an axis of length one for it."""
+        assert self.shape is not None
+        m = self.shape.numel()
+        by_row = [isinstance(a, Tensor) and a.ndim > 0 and len(a) == m for a in self.args]
+        if self.batch or self.shape[:1] != (m,) or not any(by_row):
+            raise ValueError("there is not one row for each residual")
+        rows = [a.unsqueeze(1) if mapped else a for a, mapped in zip(self.args, by_row, strict=True)]
+        dims = (None, *(0 if mapped else None for mapped in by_row))
+        gradient = torch.func.grad(lambda x, *args: self.one(x, *args).sum())
+        return torch.vmap(gradient, in_dims=dims)(x.squeeze(0), *rows).detach().unsqueeze(0)
 
     def _agrees(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
         """Whether r is what ``fun`` returns, and Jᵀu that of an ordinary backward pass, for a u without symmetries.

@@ -439,9 +439,9 @@ def StochasticReconfiguration(
     """
     if isinstance(structure, (Kronecker, EigenKronecker)):
         raise IncompatibleError(
-            f"{type(structure).__name__} does not work for stochastic reconfiguration: its factors are centred apart, and "
-            "of a linear last layer, whose cotangents are the same everywhere, rounding is left. Use Kernel, Dense or "
-            "Implicit"
+            f"{type(structure).__name__} does not work for stochastic reconfiguration: its factors are centred apart, "
+            "and of a linear last layer, whose cotangents are the same everywhere, rounding is left. Use Kernel, Dense "
+            "or Implicit"
         )
     return NaturalGradient(
         model,

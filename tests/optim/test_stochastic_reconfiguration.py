@@ -114,5 +114,5 @@ def test_the_divergence_has_the_metric_as_its_hessian() -> None:
 
 @pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker()])
 def test_kronecker_factors_are_refused(structure: Structure) -> None:
-    with pytest.raises(IncompatibleError, match="Use Kernel, Dense or Implicit"):
+    with pytest.raises(IncompatibleError, match="centred apart, and of a linear last layer.* Use Kernel, Dense or Implicit"):
         ng.StochasticReconfiguration(Wave(complex_valued=False), structure=structure)
