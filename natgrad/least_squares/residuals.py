@@ -88,9 +88,10 @@ class ResidualFunction:
         """The unknowns from x [*lead n *tail], as [*lead *shape *tail]."""
         at = x.ndim - 1 - len(tail)
         lead = x.shape[:at]
-        tensors = [x] if len(self._sizes) == 1 else x.split(self._sizes, at)
-        shaped = [p.reshape((*lead, *shape, *tail)) for p, shape in zip(tensors, self._shapes, strict=True)]
-        return dict(zip(self.like, shaped, strict=True)) if isinstance(self.like, Mapping) else shaped[0]
+        if not isinstance(self.like, Mapping):
+            return x if len(self._shapes[0]) == 1 else x.reshape((*lead, *self._shapes[0], *tail))
+        tensors = zip(self.like, x.split(self._sizes, at), self._shapes, strict=True)
+        return {name: p.reshape((*lead, *shape, *tail)) for name, p, shape in tensors}
 
     def _call(self, unknowns: Any) -> Tensor:
         """What ``fun`` returns for all fits."""
