@@ -27,7 +27,8 @@ _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the
 class Differentiation(Enum):
     """How J is computed."""
 
-    COMPLEX = "complex steps"
+    COMPLEX = "complex steps, all in one call"
+    SINGLE = "complex steps, a call for each"
     COPIES = "a copy of the unknowns for each residual"
     EXAMPLES = "a call for each residual, with its row of args"
     GENERAL = "rows or columns"
@@ -43,6 +44,7 @@ class ResidualFunction:
       tensors that are broadcast against the data. With few unknowns, column j of J is then Im f(x + ih e_j)/h, exact
       for analytic functions because nothing is subtracted (Squire and Trapp 1998). With more, or in a batch, residual i
       gets its own copy of the unknowns, and one backward pass of Σ r leaves row i of J at copy i.
+    - Other analytic functions of few unknowns are called with one complex step after the other.
     - Where tensors in ``args`` have one row for each residual, as the data of a network, and residual i needs row i
       alone, it is a function of the unknowns and of that row, and ``vmap`` over the rows has all gradients.
     - Else the rows come by backward passes, batched by ``vmap``, or, if there are many, the columns by forward passes.
@@ -126,6 +128,8 @@ class ResidualFunction:
             return self._first(x, r)
         if self._method is Differentiation.COMPLEX:
             return self._by_complex_steps(x)
+        if self._method is Differentiation.SINGLE:
+            return self._by_single_steps(x)
         if self._method is Differentiation.COPIES:
             return self._by_copies(x)
         if self._method is Differentiation.EXAMPLES:
@@ -160,7 +164,7 @@ class ResidualFunction:
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
         few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * _IN_CACHE
-        methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 1 :]
+        methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 2 :]
         for method in methods:
             self._method = method
             try:
@@ -219,13 +223,23 @@ class ResidualFunction:
     def _by_complex_steps(self, x: Tensor) -> Tensor:
         assert self.shape is not None
         n, ones = self.n, (1,) * len(self.shape)
-        if self._steps is None:
-            h = torch.finfo(x.dtype).eps ** _STEP * torch.where(x != 0, x.abs(), 1.0)
-            self._steps = h, h[0].diag()
-        h, steps = self._steps
+        h, steps = self._complex_steps(x)
         points = torch.complex(x.mT.expand(n, n), steps).view(n, n, *ones)  # [unknown, step, *residuals]
         columns = self._call(self._named(points, n, *ones)).detach().imag.reshape(n, -1)
         return (columns.mT / h).unsqueeze(0)
+
+    def _by_single_steps(self, x: Tensor) -> Tensor:
+        h, steps = self._complex_steps(x)
+        points = torch.complex(x.expand_as(steps), steps)  # [step, unknown]
+        columns = [self._call(self._named(point)).detach().imag.reshape(-1) for point in points.unbind(0)]
+        return (torch.stack(columns, 1) / h).unsqueeze(0)
+
+    def _complex_steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """h [1 n], from the size of the unknowns at the start, and diag(h)."""
+        if self._steps is None:
+            h = torch.finfo(x.dtype).eps ** _STEP * torch.where(x != 0, x.abs(), 1.0)
+            self._steps = h, h[0].diag()
+        return self._steps
 
     def _by_copies(self, x: Tensor) -> Tensor:
         r, copies = self._with_copies(x)

@@ -193,6 +193,7 @@ def _step(
             gain = fits.number(loss.decrease(fits.f, beside))
             fits.evaluations = fits.evaluations + crawls
             bent = crawls & (gain > actual)
+            fits.limited = select(crawls & negated(bent), 0, fits.limited)  # it is not for a bend that the fit crawls
             actual, trial, f = select(bent, gain, actual), select(bent, around, trial), select(bent, beside, f)
     finite = abs(actual) < torch.inf
     actual = select(finite, actual, -torch.inf)
