@@ -1,9 +1,9 @@
-"""Nonlinear least squares beside SciPy: the NIST Statistical Reference Datasets, and batches of curve fits.
+"""Nonlinear least squares beside SciPy: the NIST Statistical Reference Datasets, batches of curve fits, networks.
 
 Run with ``python benchmarks/least_squares.py FOLDER``, where the folder has the 27 files ``Misra1a.dat`` … of
 https://www.itl.nist.gov/div898/strd/nls/nls_main.shtml. Every problem is solved from both of its starting points, with
 default tolerances. Digits are −log₁₀ of the largest relative error of a certified value. Times are those of the
-processor, the shortest of some runs after the first, on one thread (set OMP_NUM_THREADS=1); the two libraries take turns.
+processor, the shortest of some runs after the first, on one thread (set OMP_NUM_THREADS=1). The libraries take turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -228,8 +229,8 @@ def networks(rounds: int) -> list[dict[str, Any]]:
         x0 = 0.5 * torch.randn(hidden * (inputs + 2) + 1, dtype=torch.float64, generator=generator)
         data, more = (z, y, torch, hidden), (z.numpy(), y.numpy(), np, hidden)
         fit, ms, beside, their_ms = in_turns(
-            lambda x0=x0, data=data: ng.least_squares(residuals, x0, data, max_nfev=15),
-            lambda x0=x0, more=more: least_squares(residuals, x0.numpy(), args=more, max_nfev=15),
+            partial(ng.least_squares, residuals, x0, data, max_nfev=15),
+            partial(least_squares, residuals, x0.numpy(), args=more, max_nfev=15),
             rounds,
         )
         rows.append(

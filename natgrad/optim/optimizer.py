@@ -417,6 +417,12 @@ class NaturalGradient(torch.optim.Optimizer):
             loss_at=loss_at,
             at_rest=update.at_rest,
         )
+        if rule.has_momentum and any(group["momentum"] for group in self.param_groups):
+            name = type(rule).__name__
+            raise ValueError(
+                f"{name} has a momentum of its own, and a parameter group has another: give momentum=0 here, "
+                f"and the momentum to {name}"
+            )
         step = rule.take(context)
         if not isinstance(step, Step):
             raise TypeError(f"{type(rule).__name__}.take must return a Step, got {type(step).__name__}")
@@ -424,11 +430,6 @@ class NaturalGradient(torch.optim.Optimizer):
             raise ValueError(
                 f'{type(rule).__name__} decides the velocity itself, and momentum_on="gradients" keeps none: '
                 'use momentum_on="steps"'
-            )
-        if step.velocity is not None and any(group["momentum"] for group in self.param_groups):
-            raise ValueError(
-                f"{type(rule).__name__} decides the velocity itself, and a parameter group has a momentum beside it: "
-                f"give momentum=0, and its momentum to {type(rule).__name__}"
             )
         if idle:  # a constraint may have moved them
             landing = {name: t for name, t in step.landing.items() if name not in idle}
