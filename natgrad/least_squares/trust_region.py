@@ -359,7 +359,7 @@ def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rounding = R.shape[-1] * torch.finfo(R.dtype).eps
     if len(R) == 1 and math.isfinite(float(R.sum())):
         U, s, Vt = torch.linalg.svd(R, full_matrices=False)
-        return U, torch.nn.functional.threshold(s, rounding * float(s[0, 0]), 0.0), Vt
+        return U, torch.threshold(s, rounding * float(s[0, 0]), 0.0), Vt
     finite = R.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     U, s, Vt = torch.linalg.svd(torch.where(finite, R, 0.0), full_matrices=False)
     return U, torch.where(s > rounding * s[..., :1], s, 0.0), Vt
