@@ -1,9 +1,9 @@
-"""Nonlinear least squares beside SciPy: the NIST Statistical Reference Datasets, and batches of curve fits.
+"""Nonlinear least squares beside SciPy: the NIST Statistical Reference Datasets, batches of curve fits, networks.
 
 Run with ``python benchmarks/least_squares.py FOLDER``, where the folder has the 27 files ``Misra1a.dat`` … of
 https://www.itl.nist.gov/div898/strd/nls/nls_main.shtml. Every problem is solved from both of its starting points, with
 default tolerances. Digits are −log₁₀ of the largest relative error of a certified value. Times are those of the
-processor, the shortest of some runs after the first; the two libraries take turns.
+processor, the shortest of some runs after the first, on one thread (set OMP_NUM_THREADS=1). The libraries take turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -133,14 +134,17 @@ class Problem:
         return 11.0 if worst == 0 else min(11.0, -math.log10(worst))  # 11 are certified
 
 
-def shortest(run: Callable[[], Any], rounds: int) -> tuple[Any, float]:
-    """What it returns, and the processor time in ms of the shortest run after the first."""
-    result, best = run(), math.inf
+def in_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[Any, float, Any, float]:
+    """What both return, each with the processor time in ms of its shortest run after the first."""
+    found, beside, mine, other = ours(), theirs(), math.inf, math.inf
     for _ in range(rounds):
         start = time.process_time()
-        result = run()
-        best = min(best, time.process_time() - start)
-    return result, 1e3 * best
+        found = ours()
+        mine = min(mine, time.process_time() - start)
+        start = time.process_time()
+        beside = theirs()
+        other = min(other, time.process_time() - start)
+    return found, 1e3 * mine, beside, 1e3 * other
 
 
 def compare(problem: Problem, start: int, rounds: int) -> dict[str, Any]:
@@ -154,10 +158,11 @@ def compare(problem: Problem, start: int, rounds: int) -> dict[str, Any]:
     def theirs(b: Any) -> Any:
         return MODELS[problem.name](b, x, np) - y
 
-    fit, ours_ms = shortest(lambda: ng.least_squares(fun, x0), rounds)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        beside, their_ms = shortest(lambda: least_squares(theirs, x0.numpy()), rounds)
+        fit, ours_ms, beside, their_ms = in_turns(
+            lambda: ng.least_squares(fun, x0), lambda: least_squares(theirs, x0.numpy()), rounds
+        )
     return {
         "problem": problem.name,
         "start": start,
@@ -187,7 +192,7 @@ def many_fits(count: int) -> dict[str, Any]:
         return x[0] * torch.exp(-x[1] * t) + x[2] - y
 
     x0 = torch.ones(count, 3, dtype=torch.float64)
-    fit, ms = shortest(lambda: ng.least_squares(fun, x0, (data,), batch=True), 3)
+    fit, ms, _, _ = in_turns(lambda: ng.least_squares(fun, x0, (data,), batch=True), lambda: None, 3)
     some, times = min(count, 200), t.numpy()
     start = time.process_time()
     apart = 0.0
@@ -204,6 +209,42 @@ def many_fits(count: int) -> dict[str, Any]:
         "times faster": round(their_ms / ms, 1),
         "largest difference to SciPy": apart,
     }
+
+
+def networks(rounds: int) -> list[dict[str, Any]]:
+    """tanh networks of one hidden layer, for 15 evaluations each: the time of a step, not where the steps lead."""
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    def residuals(x: Any, z: Any, y: Any, of: Any, hidden: int) -> Any:
+        inputs = z.shape[1]
+        W, rest = x[: inputs * hidden].reshape(inputs, hidden), x[inputs * hidden :]
+        return of.tanh(z @ W + rest[:hidden]) @ rest[hidden : 2 * hidden] + rest[-1] - y
+
+    rows = []
+    for inputs, hidden, points in ((1, 33, 200), (1, 33, 1000), (2, 50, 300), (2, 100, 500)):
+        generator = torch.Generator().manual_seed(0)
+        z = 4 * torch.rand(points, inputs, dtype=torch.float64, generator=generator) - 2
+        y = torch.sin(2 * z).sum(1)
+        x0 = 0.5 * torch.randn(hidden * (inputs + 2) + 1, dtype=torch.float64, generator=generator)
+        data, more = (z, y, torch, hidden), (z.numpy(), y.numpy(), np, hidden)
+        fit, ms, beside, their_ms = in_turns(
+            partial(ng.least_squares, residuals, x0, data, max_nfev=15),
+            partial(least_squares, residuals, x0.numpy(), args=more, max_nfev=15),
+            rounds,
+        )
+        rows.append(
+            {
+                "unknowns": len(x0),
+                "residuals": points,
+                "ms": round(ms, 1),
+                "SciPy ms": round(their_ms, 1),
+                "cost": float(fit.cost),
+                "SciPy cost": float(beside.cost),
+            }
+        )
+        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    return rows
 
 
 def main() -> None:
@@ -228,10 +269,17 @@ def main() -> None:
         "fewest digits": min(row["digits"] for row in rows),
         "median time over SciPy's": round(statistics.median(ratios), 2),
         "largest time over SciPy's": round(max(ratios), 2),
+        "runs within twice SciPy's time": sum(ratio <= 2 for ratio in ratios),
     }
     batch = many_fits(arguments.fits)
     print(summary, batch)
-    content = {"machine": machine(torch.device("cpu")), "summary": summary, "batch": batch, "rows": rows}
+    content = {
+        "machine": machine(torch.device("cpu")),
+        "summary": summary,
+        "batch": batch,
+        "networks": networks(3),
+        "rows": rows,
+    }
     arguments.output.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

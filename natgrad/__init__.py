@@ -49,12 +49,14 @@ from natgrad.optim import Natural as Natural
 from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.optim import Shampoo as Shampoo
 from natgrad.optim import SobolevKFAC as SobolevKFAC
+from natgrad.optim import StochasticReconfiguration as StochasticReconfiguration
 from natgrad.output import BatchGradient as BatchGradient
 from natgrad.output import Bregman as Bregman
 from natgrad.output import Divergence as Divergence
 from natgrad.output import Empirical as Empirical
 from natgrad.output import Euclidean as Euclidean
 from natgrad.output import Fisher as Fisher
+from natgrad.output import FubiniStudy as FubiniStudy
 from natgrad.output import GradientCovariance as GradientCovariance
 from natgrad.output import Heads as Heads
 from natgrad.output import LossHessian as LossHessian

@@ -288,7 +288,8 @@ def _checked(y: Any, what: str) -> Tensor:
     if y.shape[0] == 0:
         raise ValueError(f"the batch is empty: {what} have no example on their first axis")
     if not y.is_floating_point():
-        raise TypeError(f"{what} are {y.dtype}: a metric needs real, differentiable outputs")
+        advice = ". Give output=torch.view_as_real for the real and the imaginary part" if y.is_complex() else ""
+        raise TypeError(f"{what} are {y.dtype}: a metric needs real, differentiable outputs{advice}")
     return y
 
 

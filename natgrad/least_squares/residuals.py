@@ -13,20 +13,24 @@ from torch import Tensor
 
 Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
-_FEW_ROWS = 256  # up to which rows of J are differentiated backwards at once, though there are fewer columns
-_IN_CACHE = 2**14  # numbers that forward passes return at once
+_FEW_ROWS = 256  # up to which J is differentiated by rows, though there are fewer columns
+_COLUMN = 2  # what a forward pass for a column takes, in units of a backward pass for a row
+_IN_CACHE = 2**13  # numbers that passes read or return at once
 _FEW_UNKNOWNS = 16  # for complex steps
-_STEP, _LEAST_SIZE = 1e-20, 1e-20  # of a complex step, in units of the unknown, and what an unknown of zero counts as
+_STEP = 3  # of a complex step in units of the unknown at the start, as a power of the machine epsilon
 _WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
 _CURVED = 1e-2  # what a short step may differ by from its linear prediction
+_NOISE = 8  # in units of the machine epsilon: what a residual may be off by rounding
 _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the same may differ by
 
 
 class Differentiation(Enum):
     """How J is computed."""
 
-    COMPLEX = "complex steps"
+    COMPLEX = "complex steps, all in one call"
+    SINGLE = "complex steps, a call for each"
     COPIES = "a copy of the unknowns for each residual"
+    EXAMPLES = "a call for each residual, with its row of args"
     GENERAL = "rows or columns"
 
 
@@ -40,6 +44,9 @@ class ResidualFunction:
       tensors that are broadcast against the data. With few unknowns, column j of J is then Im f(x + ih e_j)/h, exact
       for analytic functions because nothing is subtracted (Squire and Trapp 1998). With more, or in a batch, residual i
       gets its own copy of the unknowns, and one backward pass of Σ r leaves row i of J at copy i.
+    - Other analytic functions of few unknowns are called with one complex step after the other.
+    - Where tensors in ``args`` have one row for each residual, as the data of a network, and residual i needs row i
+      alone, it is a function of the unknowns and of that row, and ``vmap`` over the rows has all gradients.
     - Else the rows come by backward passes, batched by ``vmap``, or, if there are many, the columns by forward passes.
 
     Whether ``fun`` is such a function, the first call tests (its values must not change, and a product Jᵀu must be that
@@ -55,6 +62,7 @@ class ResidualFunction:
         self.shape: torch.Size | None = None  # of the residuals of one fit
         self._method: Differentiation | None = None  # not known yet
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
+        self._steps: tuple[Tensor, Tensor] | None = None  # the lengths h of complex steps [1 n], and diag(h)
 
     def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
@@ -82,9 +90,10 @@ class ResidualFunction:
         """The unknowns from x [*lead n *tail], as [*lead *shape *tail]."""
         at = x.ndim - 1 - len(tail)
         lead = x.shape[:at]
-        tensors = [x] if len(self._sizes) == 1 else x.split(self._sizes, at)
-        shaped = [p.reshape((*lead, *shape, *tail)) for p, shape in zip(tensors, self._shapes, strict=True)]
-        return dict(zip(self.like, shaped, strict=True)) if isinstance(self.like, Mapping) else shaped[0]
+        if not isinstance(self.like, Mapping):
+            return x if len(self._shapes[0]) == 1 else x.reshape((*lead, *self._shapes[0], *tail))
+        tensors = zip(self.like, x.split(self._sizes, at), self._shapes, strict=True)
+        return {name: p.reshape((*lead, *shape, *tail)) for name, p, shape in tensors}
 
     def _call(self, unknowns: Any) -> Tensor:
         """What ``fun`` returns for all fits."""
@@ -119,33 +128,43 @@ class ResidualFunction:
             return self._first(x, r)
         if self._method is Differentiation.COMPLEX:
             return self._by_complex_steps(x)
+        if self._method is Differentiation.SINGLE:
+            return self._by_single_steps(x)
         if self._method is Differentiation.COPIES:
             return self._by_copies(x)
-        differentiate = self._rows if r.shape[-1] <= max(self.n, _FEW_ROWS) else self._columns
+        if self._method is Differentiation.EXAMPLES:
+            return self._by_examples(x)
+        differentiate = self._rows if r.shape[-1] <= max(_COLUMN * self.n, _FEW_ROWS) else self._columns
         if self.batch:
             return torch.vmap(differentiate)(x, *self.args).detach()
         return differentiate(x.squeeze(0), *self.args).detach().unsqueeze(0)
 
+    @property
+    def _at_once(self) -> int:
+        """How many passes stay in the cache together."""
+        assert self.shape is not None
+        return max(16, _IN_CACHE // self.shape.numel())
+
     def _rows(self, x: Tensor, *args: Any) -> Tensor:
-        return torch.func.jacrev(self.one)(x, *args)
+        """J [m n] by backward passes."""
+        return torch.func.jacrev(self.one, chunk_size=self._at_once)(x, *args)
 
     def _columns(self, x: Tensor, *args: Any) -> Tensor:
-        """J [m n] by forward passes, as many at once as stay in the cache."""
-        assert self.shape is not None
+        """J [m n] by forward passes."""
 
         def column(v: Tensor) -> Tensor:
             return torch.func.jvp(lambda x: self.one(x, *args), (x,), (v,))[1]
 
         eye = torch.eye(self.n, dtype=x.dtype, device=x.device)
-        return torch.vmap(column, out_dims=1, chunk_size=max(16, _IN_CACHE // self.shape.numel()))(eye)
+        return torch.vmap(column, out_dims=1, chunk_size=self._at_once)(eye)
 
     def _first(self, x: Tensor, r: Tensor) -> Tensor:
         """J in the first way that is right. What was found out about ``fun`` in an earlier call is not tested twice."""
         assert self.shape is not None
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
-        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= _IN_CACHE
-        methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 1 :]
+        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * _IN_CACHE
+        methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 2 :]
         for method in methods:
             self._method = method
             try:
@@ -177,13 +196,13 @@ class ResidualFunction:
         return False
 
     def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
-        signs = torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype, device=x.device).square_().sin_()
-        d = torch.finfo(x.dtype).eps ** 0.4 * (x.abs() + _LEAST_SIZE) * signs
+        eps = torch.finfo(x.dtype).eps
+        d = torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype, device=x.device).square_().sin_() * (eps**0.4 * x)
         moved = x + d
         true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
-        column = d.unsqueeze(-1)
-        off = (true - r - (J @ column).squeeze(-1)).abs()
-        return bool((off <= _CURVED * (J.abs() @ column.abs()).squeeze(-1) + torch.finfo(x.dtype).tiny).all())
+        off = (true - r - (J @ d.unsqueeze(-1)).squeeze(-1)).abs()
+        terms = (J.abs() @ x.abs().unsqueeze(-1)).squeeze(-1)
+        return bool((off <= _CURVED * eps**0.4 * terms + _NOISE * eps * r.abs()).all())
 
     def one(self, x: Tensor, *args: Any) -> Tensor:
         """r [m] of one fit, from x [n]."""
@@ -204,15 +223,41 @@ class ResidualFunction:
     def _by_complex_steps(self, x: Tensor) -> Tensor:
         assert self.shape is not None
         n, ones = self.n, (1,) * len(self.shape)
-        h = (x[0].abs() + _LEAST_SIZE) * _STEP
-        steps = torch.complex(x.mT.expand(n, n), torch.diag(h)).view(n, n, *ones)  # [unknown, step, *residuals]
-        return (self._call(self._named(steps, n, *ones)).detach().imag.reshape(n, -1) / h.unsqueeze(1)).mT.unsqueeze(0)
+        h, steps = self._complex_steps(x)
+        points = torch.complex(x.mT.expand(n, n), steps).view(n, n, *ones)  # [unknown, step, *residuals]
+        columns = self._call(self._named(points, n, *ones)).detach().imag.reshape(n, -1)
+        return (columns.mT / h).unsqueeze(0)
+
+    def _by_single_steps(self, x: Tensor) -> Tensor:
+        h, steps = self._complex_steps(x)
+        points = torch.complex(x.expand_as(steps), steps)  # [step, unknown]
+        columns = [self._call(self._named(point)).detach().imag.reshape(-1) for point in points.unbind(0)]
+        return (torch.stack(columns, 1) / h).unsqueeze(0)
+
+    def _complex_steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """h [1 n], from the size of the unknowns at the start, and diag(h)."""
+        if self._steps is None:
+            h = torch.finfo(x.dtype).eps ** _STEP * torch.where(x != 0, x.abs(), 1.0)
+            self._steps = h, h[0].diag()
+        return self._steps
 
     def _by_copies(self, x: Tensor) -> Tensor:
         r, copies = self._with_copies(x)
         self._last = None  # the graph is used up
         (J,) = torch.autograd.grad(r, copies, torch.ones_like(r), materialize_grads=True)
         return J.reshape(*x.shape, -1).mT
+
+    def _by_examples(self, x: Tensor) -> Tensor:
+        """Row i of J is the gradient of ``fun`` at row i of the arguments, which keep an axis of length one for it."""
+        assert self.shape is not None
+        m = self.shape.numel()
+        by_row = [isinstance(a, Tensor) and a.ndim > 0 and len(a) == m for a in self.args]
+        if self.batch or self.shape[:1] != (m,) or not any(by_row):
+            raise ValueError("there is not one row for each residual")
+        rows = [a.unsqueeze(1) if mapped else a for a, mapped in zip(self.args, by_row, strict=True)]
+        dims = (None, *(0 if mapped else None for mapped in by_row))
+        gradient = torch.func.grad(lambda x, *args: self.one(x, *args).sum())
+        return torch.vmap(gradient, in_dims=dims)(x.squeeze(0), *rows).detach().unsqueeze(0)
 
     def _agrees(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
         """Whether r is what ``fun`` returns, and Jᵀu that of an ordinary backward pass, for a u without symmetries.

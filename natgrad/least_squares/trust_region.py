@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from operator import mul
 from typing import Any, TypeAlias, final
 
 import torch
@@ -30,6 +32,9 @@ _FALLS = 0.9  # of the last offset: a settled fit goes on while its offset falls
 _PATIENCE = 10
 _STRETCHED = 0.2, 0.95  # between which the factor of falling steps is used
 _NOISE = 4  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
+_REFUSED = 3  # of _PATIENCE: what a settled fit loses with a step that raises the cost
+_CRAWLS = 10  # steps in a row that the region limits: after these a fit bends its steps
+_BENT = 0.2  # of a step: the longest bend that a second derivative is good for
 _RUNNING_SHARE = 0.75  # of the fits, below which those that have stopped are put aside
 
 
@@ -67,6 +72,7 @@ class Fits:
     offset: Number = torch.inf  # ‖QQᵀf‖/‖f‖ for J = QR: the cosine between the residuals and the tangent space
     settled: Number = 0  # the rule FTOL, XTOL or both that a step has met
     stalled: Number = 0  # steps since then in which the offset did not fall; full ones count _PATIENCE
+    limited: Number = 0  # steps in a row that ended on the sphere
     status: Number = RUNNING
     evaluations: Number = 1
     shortened: Number = 0  # how many trial steps had residuals that are not finite
@@ -79,7 +85,7 @@ class Fits:
         if len(x) == 1:
             fits.cost = float(fits.cost)
             return fits
-        for name in ("radius", "λ", "offset", "settled", "stalled", "status", "evaluations", "shortened"):
+        for name in ("radius", "λ", "offset", "settled", "stalled", "limited", "status", "evaluations", "shortened"):
             value = getattr(fits, name)
             dtype = x.dtype if isinstance(value, float) else torch.int64
             setattr(fits, name, torch.full((len(x),), value, dtype=dtype, device=x.device))
@@ -101,9 +107,12 @@ class Fits:
         """A tensor [b], or the number in it, if there is one fit."""
         return t if isinstance(self.status, Tensor) else float(t)
 
-    def norm(self, t: Tensor) -> Number:
-        """‖t‖ of t [b *]."""
-        return torch.linalg.vector_norm(t, dim=-1) if isinstance(self.status, Tensor) else math.hypot(*t[0].tolist())
+    def norm(self, t: Tensor, scale: Tensor | None = None) -> Number:
+        """‖t‖ of t [b *], or that of scale ∘ t."""
+        if isinstance(self.status, Tensor):
+            return torch.linalg.vector_norm(t if scale is None else scale * t, dim=-1)
+        (numbers,) = t.tolist()
+        return math.hypot(*numbers) if scale is None else math.hypot(*map(mul, scale.tolist()[0], numbers))
 
 
 def minimise(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
@@ -157,17 +166,35 @@ def _step(
 ) -> bool:
     """Try one step of every fit, and return whether one was taken."""
     p, norm, fits.λ, slope, bend = model.within(fits)
-    stretch = model.stretch(p, fits) if rules.lower is None and anywhere(fits.settled > 0) else 1.0
+    stretch = 1.0
     if rules.lower is None:
-        p, norm, slope, bend = column(stretch) * p, stretch * norm, stretch * slope, stretch**2 * bend
-        trial = fits.x + p / fits.D
+        if anywhere(fits.settled > 0):
+            stretch = model.stretch(p, fits)
+            p, norm, slope, bend = column(stretch) * p, stretch * norm, stretch * slope, stretch**2 * bend
+        δ = p / fits.D
+        trial = fits.x + δ
     else:
         p, trial = model.in_box(p, fits, rules)
         pushed = (model.problem.R @ p.unsqueeze(-1)).squeeze(-1)
         norm, slope, bend = fits.norm(p), -fits.number((pushed * model.problem.z).sum(-1)), fits.norm(pushed) ** 2
+        δ = p / fits.D
     predicted = slope - 0.5 * bend
     f = residuals(trial)
     actual = fits.number(loss.decrease(fits.f, f))
+    fits.limited = select(fits.λ > 0, fits.limited + 1, 0)
+    crawls = (fits.limited >= _CRAWLS) & (abs(actual) < torch.inf) & (fits.evaluations + 1 < rules.evaluations)
+    bent = False
+    if rules.lower is None and loss.rho is None and anywhere(crawls):
+        bend_of_step = model.bend(δ, f, fits)
+        crawls = crawls & (fits.norm(bend_of_step) <= _BENT * norm)
+        if anywhere(crawls):
+            around = trial + bend_of_step / fits.D
+            beside = residuals(around)
+            gain = fits.number(loss.decrease(fits.f, beside))
+            fits.evaluations = fits.evaluations + crawls
+            bent = crawls & (gain > actual)
+            fits.limited = select(crawls & negated(bent), 0, fits.limited)  # it is not for a bend that the fit crawls
+            actual, trial, f = select(bent, gain, actual), select(bent, around, trial), select(bent, beside, f)
     finite = abs(actual) < torch.inf
     actual = select(finite, actual, -torch.inf)
 
@@ -186,9 +213,9 @@ def _step(
     fits.evaluations = fits.evaluations + running
     fits.shortened = fits.shortened + (running & negated(finite))
     refused = negated(taken) & (fits.settled > 0)
-    fits.stop(refused & ((stretch == 1.0) | (fits.stalled > 0)), fits.settled)
-    fits.stalled = fits.stalled + select(refused, 1, 0)
-    fits.last = select(taken & (stretch == 1.0), p / fits.D, 0.0 * p)
+    fits.stalled = fits.stalled + select(refused, _REFUSED, 0)
+    fits.stop(fits.stalled >= _PATIENCE, fits.settled)
+    fits.last = select(taken & (stretch == 1.0) & negated(bent), δ, torch.zeros_like(δ))
 
     # The parabola through the slope and the two costs has its minimum at this share of the step
     shrink = select(
@@ -221,6 +248,11 @@ class Linearised:
     unit: Number  # ‖D‖
     terms: Number  # the size of the terms of which residuals are differences: that of all Jᵢxᵢ
 
+    @cached_property
+    def _decomposed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """U, s and Vᵀ of R."""
+        return _singular(self.problem.R)
+
     @staticmethod
     def of(residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, first: bool) -> Linearised:
         fits.J = residuals.jacobian(fits.x, fits.f)
@@ -232,7 +264,7 @@ class Linearised:
             if first:
                 fits.D = torch.where(fits.D > 0, fits.D, 1.0)
         problem = TriangularLeastSquares(QR.R / fits.D.unsqueeze(-2), QR.z)
-        size, unit, terms = fits.norm(fits.D * fits.x), fits.norm(fits.D), fits.norm(norms * fits.x)
+        size, unit, terms = fits.norm(fits.x, fits.D), fits.norm(fits.D), fits.norm(fits.x, norms)
         m, n = J.shape[-2:]
         if rules.lower is None or rules.upper is None:
             if m >= n and _is_regular(problem.R):
@@ -262,11 +294,22 @@ class Linearised:
             return p, norm, 0.0 * norm, self.tangent**2, self.tangent**2
         R, z = self.problem.R, self.problem.z
         if not isinstance(outside, Tensor):
-            return _on_sphere(R, z, fits.radius, fits.λ)
+            return _on_sphere(self._decomposed, z, fits.radius, fits.λ)
         rows = outside.nonzero().squeeze(-1)
         inside = p, norm, torch.zeros_like(norm), self.tangent**2, self.tangent**2
-        limited = _on_sphere(R[rows], z[rows], fits.radius[rows], fits.λ[rows])
+        limited = _on_sphere(_singular(R[rows]), z[rows], fits.radius[rows], fits.λ[rows])
         return tuple(a.index_copy(0, rows, b) for a, b in zip(inside, limited, strict=True))
+
+    def bend(self, δ: Tensor, f: Tensor, fits: Fits) -> Tensor:
+        """Half of the acceleration D a of the curve that a step δ starts along, in a valley that bends [b n].
+
+        (JᵀJ + λD²)a = −Jᵀr″ with the second derivative r″ = 2(f(x + δ) − f(x) − Jδ) of the residuals along the step
+        (Transtrum and Sethna 2012).
+        """
+        second = f - fits.f - (fits.J @ δ.unsqueeze(-1)).squeeze(-1)
+        pulled = (second.unsqueeze(-2) @ fits.J).squeeze(-2) / fits.D
+        T = self.problem.damped(torch.ones_like(δ) * column(fits.λ**0.5)).triangle
+        return -torch.cholesky_solve(pulled.unsqueeze(-1), T, upper=True).squeeze(-1)
 
     def stretch(self, p: Tensor, fits: Fits) -> Number:
         """1/(1 − q) for a settled fit: in the end steps fall by one factor q, and p/(1 − q) is the sum of all to come.
@@ -302,15 +345,24 @@ class Linearised:
 
 def _is_regular(R: Tensor) -> bool:
     """Whether no pivot is rounding, in any of the fits."""
-    pivots = R.diagonal(dim1=-2, dim2=-1).abs()
-    return not bool((pivots.amin(-1) <= R.shape[-1] * torch.finfo(R.dtype).eps * pivots.amax(-1)).any())
+    pivots = R.diagonal(dim1=-2, dim2=-1)
+    rounding = R.shape[-1] * torch.finfo(R.dtype).eps
+    if len(pivots) == 1:
+        sizes = [abs(v) for v in pivots[0].tolist()]
+        return min(sizes) > rounding * max(sizes)
+    pivots = pivots.abs()
+    return bool((pivots.amin(-1) > rounding * pivots.amax(-1)).all())
 
 
 def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, s and Vᵀ of R, with zeros for the singular values that are rounding, and for all if R is not finite."""
+    rounding = R.shape[-1] * torch.finfo(R.dtype).eps
+    if len(R) == 1 and math.isfinite(float(R.sum())):
+        U, s, Vt = torch.linalg.svd(R, full_matrices=False)
+        return U, torch.threshold(s, rounding * float(s[0, 0]), 0.0), Vt
     finite = R.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     U, s, Vt = torch.linalg.svd(torch.where(finite, R, 0.0), full_matrices=False)
-    return U, torch.where(s > R.shape[-1] * torch.finfo(R.dtype).eps * s[..., :1], s, 0.0), Vt
+    return U, torch.where(s > rounding * s[..., :1], s, 0.0), Vt
 
 
 def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor]:
@@ -321,12 +373,14 @@ def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor]:
     return -((inside / torch.where(s > 0, s, 1.0)).unsqueeze(-2) @ Vt).squeeze(-2), inside
 
 
-def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor, Number, Number, Number, Number]:
+def _on_sphere(
+    decomposed: tuple[Tensor, Tensor, Tensor], z: Tensor, radius: Number, λ: Number
+) -> tuple[Tensor, Number, Number, Number, Number]:
     """As ``within``, with ‖p‖ = radius, or with the shortest minimum if that is shorter, and λ = 0.
 
     Newton steps for 1/‖p(λ)‖ = 1/radius (Moré 1978). They cost nothing with the singular values s of R.
     """
-    U, s, Vt = _singular(R)
+    U, s, Vt = decomposed
     c = s * (z.unsqueeze(-2) @ U).squeeze(-2)
     single = not isinstance(radius, Tensor)
     squares = [a * a for a in (s[0].tolist() if single else s.unbind(-1))]
@@ -356,10 +410,11 @@ def _on_sphere(R: Tensor, z: Tensor, radius: Number, λ: Number) -> tuple[Tensor
         high = select(norm < radius, least(high, λ), high)
         low = greatest(low, λ - newton)
         λ = select(far, least(greatest(λ - norm / radius * newton, low), high), λ)
-    t = c / torch.where(s > 0, s * s + column(λ), 1.0)
-    drop = sum(b * b / select(a > 0, a + λ, 1.0) for a, b in zip(squares, loads, strict=True))
-    bend = sum(a * (b / select(a > 0, a + λ, 1.0)) ** 2 for a, b in zip(squares, loads, strict=True))
-    return -(t.unsqueeze(-2) @ Vt).squeeze(-2), norm, λ, drop, bend
+    t = [b / select(a > 0, a + λ, 1.0) for a, b in zip(squares, loads, strict=True)]
+    drop = sum(b * c for b, c in zip(loads, t, strict=True))
+    bend = sum(a * c * c for a, c in zip(squares, t, strict=True))
+    rows = z.new_tensor([t]) if single else torch.stack(t, -1)
+    return -(rows.unsqueeze(-2) @ Vt).squeeze(-2), norm, λ, drop, bend
 
 
 # Arithmetic with one number for each fit.

@@ -8,5 +8,6 @@ from natgrad.optim.presets import Muon as Muon
 from natgrad.optim.presets import Natural as Natural
 from natgrad.optim.presets import Shampoo as Shampoo
 from natgrad.optim.presets import SobolevKFAC as SobolevKFAC
+from natgrad.optim.presets import StochasticReconfiguration as StochasticReconfiguration
 from natgrad.optim.report import Diagnostics as Diagnostics
 from natgrad.optim.report import Plan as Plan

@@ -417,6 +417,12 @@ class NaturalGradient(torch.optim.Optimizer):
             loss_at=loss_at,
             at_rest=update.at_rest,
         )
+        if rule.has_momentum and any(group["momentum"] for group in self.param_groups):
+            name = type(rule).__name__
+            raise ValueError(
+                f"{name} has a momentum of its own, and a parameter group has another: give momentum=0 here, "
+                f"and the momentum to {name}"
+            )
         step = rule.take(context)
         if not isinstance(step, Step):
             raise TypeError(f"{type(rule).__name__}.take must return a Step, got {type(step).__name__}")

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.devices import prefers_newton
 from natgrad.accelerate.inverses import Newton
+from natgrad.errors import IncompatibleError
 from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.linalg import Damping, Relative
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
 from natgrad.output.batch_gradient import BatchGradient
+from natgrad.output.fubini_study import FubiniStudy
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
@@ -29,10 +31,12 @@ from natgrad.step.rules import Fixed, KLClip
 from natgrad.structures.base import Structure
 from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker
+from natgrad.structures.kernel import Kernel
 from natgrad.structures.kronecker import Fit, Kronecker
 from natgrad.structures.refresh import Refresh
 
 _DIAGONAL, _CHOLESKY, _CLIP, _QUARTER = Diagonal(), Cholesky(), KLClip(), Median(divisor=4.0)
+_FIXED, _KERNEL = Fixed(), Kernel()
 _GRADIENTS, _SHARE, _TINY = BatchGradient(), Relative(1e-2), Relative(1e-6)
 
 
@@ -400,6 +404,62 @@ def Shampoo(
         fallback="adamw",
         memory=memory,
     )
+
+
+def StochasticReconfiguration(
+    model: nn.Module,
+    *,
+    lr: float = 0.05,
+    damping: Damping = 1e-3,
+    structure: Structure = _KERNEL,
+    step: StepRule = _FIXED,
+    groups: Iterable[dict[str, Any]] = (),
+    rules: Sequence[Rule] = (),
+    memory: int = MEMORY,
+) -> NaturalGradient:
+    """Stochastic reconfiguration (Sorella 1998): θ ← θ − lr·(G + λ)⁻¹∇E, the natural gradient of a wave function.
+
+    ``model`` maps configurations x [n *in], drawn from |ψ|², to log ψ(x), [n] or [n 1], real or complex; its
+    parameters are real. G is the ``FubiniStudy`` metric. With O = ∂ log ψ/∂θ and local energies e(x) = ⟨x|H|ψ⟩/⟨x|ψ⟩
+    the gradient of the energy is ∇E = 2 Re E[(Ō − E[Ō]) e], that of the loss below. A step of imaginary time Δτ is
+    lr = Δτ/2.
+
+    With fewer samples than parameters the default ``structure`` solves in the space of samples (Chen and Heyl 2024).
+    ``step=ng.Spring(norm=…)`` adds the projected momentum of SPRING (Goldshlager et al. 2024). The other arguments are
+    those of ``NaturalGradient``.
+
+    >>> import natgrad as ng
+    >>> psi = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> opt = ng.StochasticReconfiguration(psi, step=ng.Spring())
+    >>> x, e = torch.randn(16, 4).sign(), torch.randn(16)  # samples, and their local energies
+    >>> log_psi = psi(x).squeeze(-1)
+    >>> loss = 2 * ((e - e.mean()).conj() * log_psi).real.mean()
+    >>> loss.backward()
+    >>> opt.step()
+    """
+    if isinstance(structure, (Kronecker, EigenKronecker)):
+        raise IncompatibleError(
+            f"{type(structure).__name__} does not work for stochastic reconfiguration: its factors are centred apart, "
+            "and of a linear last layer, whose cotangents are the same everywhere, rounding is left. Use Kernel, Dense "
+            "or Implicit"
+        )
+    return NaturalGradient(
+        model,
+        FubiniStudy(),
+        structure=structure,
+        step=step,
+        lr=lr,
+        damping=damping,
+        groups=groups,
+        rules=rules,
+        output=_real_parts,
+        memory=memory,
+    )
+
+
+def _real_parts(log_psi: Tensor) -> Tensor:
+    """Complex outputs [n *out] as real ones [n *out 2]."""
+    return torch.view_as_real(log_psi) if log_psi.is_complex() else log_psi
 
 
 def SOAP(

@@ -2,6 +2,7 @@
 
 from natgrad.output.batch_gradient import BatchGradient as BatchGradient
 from natgrad.output.fisher import Fisher as Fisher
+from natgrad.output.fubini_study import FubiniStudy as FubiniStudy
 from natgrad.output.heads import Heads as Heads
 from natgrad.output.hessian import Bregman as Bregman
 from natgrad.output.hessian import Divergence as Divergence

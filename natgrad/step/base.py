@@ -152,6 +152,11 @@ class StepRule(ABC):
         return False
 
     @property
+    def has_momentum(self) -> bool:
+        """Whether the rule is given a momentum of its own, so that parameter groups must have none."""
+        return False
+
+    @property
     def schedule(self) -> tuple[int, int]:
         """After how many steps the presets estimate the metric, and invert it, for this rule."""
         return 10, 100

@@ -50,6 +50,10 @@ class Constrained(StepRule):
         return self.rule.needs_closure
 
     @property
+    def has_momentum(self) -> bool:
+        return self.rule.has_momentum
+
+    @property
     def schedule(self) -> tuple[int, int]:
         return self.rule.schedule
 

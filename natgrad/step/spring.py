@@ -40,6 +40,10 @@ class Spring(StepRule):
     def needs_closure(self) -> bool:
         return self.search is not None
 
+    @property
+    def has_momentum(self) -> bool:
+        return True
+
     def take(self, context: StepContext) -> Step:
         φ = self._direction(context)
         rates = {name: lr for names, lr in context.rates for name in names}
