@@ -297,8 +297,8 @@ def Natural(
 ) -> NaturalGradient:
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for W [o i].
 
-    Steepest descent in the spectral norm of a metric (``Polar``; for G = 1 this is Muon, Jordan et al. 2024), v scaled
-    to the length of polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov
+    Steepest descent in the spectral norm of a metric (``Polar``; Muon is that of G = 1), v scaled to the length of
+    polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov
     1983), G = S ⊗ A the Kronecker product nearest to the second moment of the gradients in KL divergence,
     S = E[∇A⁻¹∇ᵀ]/i, A = E[∇ᵀS⁻¹∇]/o (Lin et al. 2025), of which the diagonals are kept: a number for every neuron and
     one for every input. λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A are added to them (``Relative``). So neurons with
@@ -332,12 +332,12 @@ def Natural(
     """
     if factors not in ("diagonal", "whole"):
         raise ValueError(f'Natural(factors=…) is "diagonal" or "whole", not {factors!r}')
-    kept = largest if factors == "whole" else 1  # rows of a factor that is more than a diagonal
+    rows = largest if factors == "whole" else 1  # rows of a factor that is more than a diagonal
     return NaturalGradient(
         model,
         _GRADIENTS if metric is None else metric_of(metric, samples=1),
         structure=Refresh(
-            Kronecker(sharing, largest=kept, fit=fit, power=power), metric_every, decay, inverse_every, early=early
+            Kronecker(sharing, largest=rows, fit=fit, power=power), metric_every, decay, inverse_every, early=early
         ),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),

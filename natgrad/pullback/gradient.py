@@ -245,7 +245,9 @@ def _put(
 
 def _moment(x: Tensor, count: int, *, only_diagonal: bool) -> Tensor:
     """x xᵀ/count [b d d] of x [b d n], or its diagonal [b d]."""
-    return x.square().sum(2) / count if only_diagonal else gram(x, count)
+    if only_diagonal:
+        return torch.linalg.vector_norm(x, dim=2).square_() / count  # x is read once, and no square of it is written
+    return gram(x, count)
 
 
 def _scale(G: Tensor) -> Tensor:

@@ -492,8 +492,8 @@ class CapturedKernels:
 
         if captured and self.graphs is not None:
             tensors = [*self._called(late), *(t for at in at_uses for t in g.outer[at])]
-            places = tuple([mask.data_ptr() for mask in masks.values()])
-            self.graphs.run(compute, tensors, [self.sink.weight], key, size=(self.layers.n, places))
+            addresses = tuple([mask.data_ptr() for mask in masks.values()])
+            self.graphs.run(compute, tensors, [self.sink.weight], key, size=(self.layers.n, addresses))
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
@@ -541,8 +541,8 @@ class CapturedKernels:
             sink.flush()
 
         if captured and self.graphs is not None:  # masks are where they always are
-            places = tuple([(masks, tuple(numbers)) for masks, numbers in numbers_of.items()])
-            self.graphs.run(compute, called, [self.sink.weight], key, size=(self.layers.n, places))
+            addresses = tuple([(masks, tuple(numbers)) for masks, numbers in numbers_of.items()])
+            self.graphs.run(compute, called, [self.sink.weight], key, size=(self.layers.n, addresses))
         for b, masks in there.items():
             if b not in self._capturable:
                 self.layers.put_inputs_after(b, self.tape, self.sink, _any_of(masks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.roots import MUON, minimax, polar
+from natgrad.accelerate.inverses import stacked
+from natgrad.accelerate.roots import MUON, Coefficients, minimax, polar
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector
 from natgrad.step.base import PlainRule, rescale_
@@ -82,21 +83,26 @@ class Polar(PlainRule):
         for name, t in v.items():
             alike[min(_sides(t)), max(_sides(t)), t.dtype].append(name)
         factors: dict[str, Tensor] = {}
-        for (*_, dtype), names in alike.items():
+        for (o, i, dtype), names in alike.items():
             wide, tall = ([name for name in names if _is_tall(v[name]) == side] for side in (False, True))
-            stack = torch.stack([_matrix(v[name]) for name in wide] + [_matrix(v[name]).mT for name in tall])
-            X = self._iterated(stack)
+            X = v[names[0]].new_empty(len(names), o, i, dtype=self._precision(dtype))
+            sides = ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT))
+            for side, Y in sides:  # into the other precision, and onto its side, in one copy
+                if side:
+                    Y.copy_(stacked([_matrix(v[name]).unsqueeze(0) for name in side]))
+            X = polar(X, schedule=self._schedule(dtype), dtype=X.dtype)
             for side, Y in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
                 of_side = Y.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind()  # for one launch
                 factors |= {name: t.view(v[name].shape) for name, t in zip(side, of_side, strict=True)}
         return {name: factors[name] for name in v}
 
-    def _iterated(self, M: Tensor) -> Tensor:
+    def _precision(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if self.iteration == "muon" else torch.promote_types(dtype, torch.float32)
+
+    def _schedule(self, dtype: torch.dtype) -> Sequence[Coefficients]:
         if self.iteration == "muon":
-            return polar(M, schedule=MUON)
-        dtype = torch.promote_types(M.dtype, torch.float32)
-        error = 1e-12 if dtype == torch.float64 else 1e-6
-        return polar(M, schedule=minimax(_CONDITION, error), dtype=dtype)
+            return MUON
+        return minimax(_CONDITION, 1e-12 if dtype == torch.float64 else 1e-6)
 
 
 def _sides(t: Tensor) -> tuple[int, int]:
