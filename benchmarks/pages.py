@@ -125,7 +125,7 @@ NAMES_OF_RACERS = {
     "natural": "**`ng.Natural`**",
     "natural-power-100": "`ng.Natural(power=1.0)`",
     "natural-momentum-95": "`ng.Natural(momentum=0.95)`",
-    "natural-mean": '`ng.Natural(fit="mean")`',
+    "natural-kl": '`ng.Natural(fit="kl")`',
     "whole-polar-quarter": '`ng.Natural(factors="whole", power=0.25)`',
     "ng-kl-shampoo": 'KL-Shampoo, `ng.Shampoo(fit="kl")`',
 }

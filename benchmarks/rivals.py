@@ -368,7 +368,7 @@ def _head(model: nn.Module, task: Task) -> list[dict[str, Any]]:
 def _natural(
     power: float = 0.5,
     momentum: float = 0.9,
-    fit: Literal["mean", "kl"] = "kl",
+    fit: Literal["mean", "kl"] = "mean",
     polar: bool = True,
     factors: Literal["diagonal", "whole"] = "diagonal",
     inverse_every: int = 25,
@@ -400,7 +400,7 @@ def _natural(
     return make
 
 
-_whole_polar = partial(_natural, factors="whole", momentum=0.95, rms=0.2)
+_whole_polar = partial(_natural, factors="whole", fit="kl", momentum=0.95, rms=0.2)
 _kl = partial(_whole_polar, polar=False)  # KL-Shampoo
 
 
@@ -443,7 +443,7 @@ CONTENDERS: dict[str, Contender] = {
     "natural-power-75": Contender(_natural(power=0.75), 3e-3),
     "natural-power-100": Contender(_natural(power=1.0), 3e-3),
     "natural-momentum-95": Contender(_natural(momentum=0.95), 3e-3),
-    "natural-mean": Contender(_natural(fit="mean"), 3e-3),
+    "natural-kl": Contender(_natural(fit="kl"), 3e-3),
     "natural-decay-90": Contender(_natural(decay=0.9), 3e-3),
     "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
     "natural-rms-20": Contender(_natural(rms=0.2), 6e-3),

@@ -280,7 +280,7 @@ def Natural(
     rms: float = 0.4,
     polar: bool = True,
     factors: Literal["diagonal", "whole"] = "diagonal",
-    fit: Fit = "kl",
+    fit: Fit = "mean",
     decay: float = 0.95,
     metric_every: int = 1,
     inverse_every: int | Literal["fresh"] = 25,
@@ -298,12 +298,11 @@ def Natural(
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for W [o i].
 
     Steepest descent in the spectral norm of a metric (``Polar``; Muon is that of G = 1), v scaled to the length of
-    polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov
-    1983), G = S ⊗ A the Kronecker product nearest to the second moment of the gradients in KL divergence,
-    S = E[∇A⁻¹∇ᵀ]/i, A = E[∇ᵀS⁻¹∇]/o (Lin et al. 2025), of which the diagonals are kept: a number for every neuron and
-    one for every input. λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A are added to them (``Relative``). So neurons with
-    large gradients, and inputs that are large, do not rule the singular vectors, and steps are short along them. With
-    p = ½ the metric is half-way between the identity and G.
+    polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983). Of
+    G = S ⊗ A the diagonals are kept, S = E[∇²]1/i, a number for every neuron, and A = 1ᵀE[∇²]/o, one for every input:
+    the statistics of Adafactor (Shazeer and Stern 2018). ε·mean S and ε·mean A are added to them (``Relative``). So
+    neurons with large gradients, and inputs that are large, do not rule the singular vectors, and steps along them are
+    short. With p = ½ the metric is half-way between the identity and G. A kernel [o i *k] is the matrix [o i·k].
 
     Every matrix steps by the root mean square lr·rms, so ``lr`` is on the scale of AdamW's. Embeddings and parameters
     with fewer than two axes are stepped by AdamW with the same learning rate, schedule and weight decay. Give it the
@@ -313,10 +312,10 @@ def Natural(
     layer rule and no loss is needed.
 
     ``factors="whole"`` keeps S and A whole, and ``polar=False`` takes v = G^-p M, of the root mean square lr·rms
-    (``Normalised``): both together are KL-Shampoo (``ng.Shampoo(model, fit="kl")``). A ``metric``, or a loss
-    (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as ``ng.Fisher(family,
-    samples=1)``, has the factors of K-FAC, from one more backward pass, ``ng.Empirical()`` those of the loss's own
-    cotangents. ``fit="mean"`` averages each side by itself, as K-FAC and Shampoo do. The metric is estimated every
+    (``Normalised``): both together are ``ng.Shampoo``. A ``metric``, or a loss (``ng.metric_of``), takes the place of
+    the gradients' second moment: that of the loss, as ``ng.Fisher(family, samples=1)``, has the factors of K-FAC, from
+    one more backward pass, ``ng.Empirical()`` those of the loss's own cotangents. ``fit="kl"`` is the S ⊗ A that is
+    nearest in KL divergence (``Kronecker``). The metric is estimated every
     ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps, or with "fresh" when the metric has
     moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. ``strict`` is that of ``NaturalGradient``, and
     the other arguments those of ``KFAC``.

@@ -68,34 +68,43 @@ class GradientSample:
 class MatrixRule(Rule):
     """W [k o i] of a parameter [o i *k], of which nothing but its gradient is known; the groups k share their factors.
 
-    >>> MatrixRule(torch.Size([2, 3, 5, 5])).groups
-    25
+    ``flat``: W is [1 o i·k], and every offset of every input has its own entry of A.
+
+    >>> MatrixRule(torch.Size([2, 3, 5, 5])).shape(nn.Module(), ("w",))
+    (25, 2, 3)
+    >>> MatrixRule(torch.Size([2, 3, 5, 5]), flat=True).shape(nn.Module(), ("w",))
+    (1, 2, 75)
     """
 
     shares_factors: ClassVar[bool] = True
     param_shape: torch.Size
+    flat: bool = False
 
     @property
     def groups(self) -> int:
-        return math.prod(self.param_shape[2:])
+        return 1 if self.flat else math.prod(self.param_shape[2:])
 
     def covers(self, module: nn.Module) -> bool:
         return False
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return self.groups, self.param_shape[0], self.param_shape[1]
+        return self.groups, self.param_shape[0], self.param_shape[1:].numel() // self.groups
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         (t,) = block.values()
+        if self.groups == 1:
+            return t.reshape(1, len(t), -1)
         return t.reshape(*self.param_shape[:2], -1).movedim(-1, 0)
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        if self.groups == 1:
+            return {keys[0]: packed.reshape(*packed.shape[:-3], *self.param_shape)}
         return {keys[0]: packed.movedim(-3, -1).reshape(*packed.shape[:-3], *self.param_shape)}
 
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """With one group W is the parameter itself."""
         ((key, t),) = block.items()
-        return {key: t.reshape(1, *self.param_shape[:2])} if self.groups == 1 else None
+        return {key: t.reshape(1, len(t), -1)} if self.groups == 1 else None
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         self._refuse()
@@ -107,14 +116,18 @@ class MatrixRule(Rule):
         raise TypeError("a matrix of gradients has no inputs and no cotangents")
 
 
-def matrices(blocks: Sequence[Block]) -> list[Block]:
-    """A block for every parameter: of two or more axes a matrix, of fewer one without a rule."""
+def matrices(blocks: Sequence[Block], largest: int) -> list[Block]:
+    """A block for every parameter: of two or more axes a matrix, of fewer one without a rule.
+
+    A kernel [o i *k] of which only diagonals are kept, as both sides have more than ``largest`` rows, is flat.
+    """
     named = ((name, place, block.device) for block in blocks for name, place in block.named_slices.items())
     out = []
     for name, place, device in sorted(named, key=lambda entry: entry[1].start):
         bare = Block((name,), (replace(place, key=name),), (1, place.shape.numel(), 1), device)
         if len(place.shape) >= 2 and place.shape.numel():
-            rule, nobody = MatrixRule(place.shape), nn.Module()  # no module is called
+            flat = min(place.shape[:2]) > largest
+            rule, nobody = MatrixRule(place.shape, flat=flat), nn.Module()  # no module is called
             bare = replace(bare, shape=rule.shape(nobody, (name,)), rule=rule, modules=(nobody,))
         out.append(bare)
     return out
@@ -160,7 +173,7 @@ def stream_gradient(
             return blocks[b].shape, shapes(blocks[b]), nearest is not None and nearest.fits(blocks[b]), axes
 
         for batch in _batches(tensors, kind):
-            G = _joined([tensors[b] for b in batch])
+            G = _joined([tensors[b] for b in batch], blocks[batch[0]].shape)
             _put(batch, G, blocks, shapes, into, nearest, inputs_only)
             if bases is not None:
                 for b, square in zip(batch, _squares(G, [bases[b] for b in batch]), strict=True):
@@ -182,7 +195,7 @@ def squared_gradients(sample: GradientSample, blocks: Sequence[Block], bases: Se
     gradients = [sample.ω[block.names[0]] for block in blocks]
     squares: dict[int, Tensor] = {}
     for batch in _batches(gradients, lambda b: (blocks[b].shape, *(side is None for side in bases[b]))):
-        G = _joined([gradients[b] for b in batch])
+        G = _joined([gradients[b] for b in batch], blocks[batch[0]].shape)
         squares.update(zip(batch, _squares(G, [bases[b] for b in batch]), strict=True))
     return [squares[b] for b in range(len(blocks))]
 
@@ -199,10 +212,11 @@ def _batches(gradients: Sequence[Tensor], kind: Callable[[int], Hashable]) -> li
     return batches
 
 
-def _joined(gradients: Sequence[Tensor]) -> Tensor:
-    """G [b o k i] of gradients [o i *k] of one shape, in single precision at least."""
-    G = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(list(gradients))
-    G = G.flatten(3).transpose(2, 3) if G.ndim > 3 else G.unsqueeze(2)
+def _joined(gradients: Sequence[Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """G [b o k i] of the gradients of matrices W [k o i], in single precision at least."""
+    k, o, i = shape
+    G = torch.stack([g.reshape(o, i, k) if k > 1 else g.reshape(o, 1, i) for g in gradients])
+    G = G.transpose(2, 3) if k > 1 else G
     return G.to(torch.promote_types(G.dtype, torch.float32)).contiguous()
 
 

@@ -242,7 +242,8 @@ class Kronecker(Layered):
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
         """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018).
 
-        In KL divergence S = Σ_k G_k A⁻¹ G_kᵀ/(i·k) and A = Σ_k G_kᵀ S⁻¹ G_k/(o·k) (Lin et al. 2025).
+        In KL divergence S = Σ_k G_k A⁻¹ G_kᵀ/(i·k) and A = Σ_k G_kᵀ S⁻¹ G_k/(o·k) (Lin et al. 2025). A kernel of which
+        only the diagonals are kept is the matrix [o i·k].
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)

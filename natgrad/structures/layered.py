@@ -229,7 +229,7 @@ class Layered(Structure):
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         """Every parameter of two or more axes is a layer; the others have the fallback."""
-        out = matrices(blocks)
+        out = matrices(blocks, self.largest)
         uncovered = [block for block in out if block.rule is None]
         if self.strict and uncovered:
             names = ", ".join(block.title for block in uncovered)

@@ -157,7 +157,10 @@ def test_the_offsets_of_a_kernel_share_the_factors() -> None:
 
 @pytest.mark.parametrize("largest", [2, 16384])
 def test_factored_inverses_of_kernels(largest: int) -> None:
-    """S⁻¹ W_k A⁻¹ at every offset, with the damping of K-FAC, also where a factor is a diagonal."""
+    """S⁻¹ W_k A⁻¹ at every offset, with the damping of K-FAC, also where a factor is a diagonal.
+
+    Where both are, W is the matrix [o i·k], and every offset has its own entries of A.
+    """
     torch.manual_seed(0)
     model = convolutional().double()
     opt = optimizer(model, ng.Kronecker(largest=largest), solver=ng.Factored(), damping=1e-2)
@@ -176,7 +179,8 @@ def test_factored_inverses_of_kernels(largest: int) -> None:
         π = ((a.trace() / len(a)) / (s.trace() / len(s))).sqrt()
         left = s + λ**0.5 / π * torch.eye(len(s), dtype=s.dtype)
         right = a + λ**0.5 * π * torch.eye(len(a), dtype=a.dtype)
-        w = ω[name].reshape(*p.shape[:2], -1)
+        assert len(a) == (p[0].numel() if min(p.shape[:2]) > largest else p.shape[1])
+        w = ω[name].reshape(len(s), len(a), -1)
         expected = torch.einsum("op,pik,ij->ojk", left.inverse(), w, right.inverse())
         torch.testing.assert_close(v[name], expected.reshape(p.shape))
 

@@ -252,7 +252,7 @@ def test_a_plain_step_of_soap_is_three_graphs_whatever_the_number_of_layers(gpu:
 def test_a_plain_step_of_natural_multiplies_and_averages_all_layers_at_once(depth: int, gpu: Callable[[], Gpu]) -> None:
     """No identity is added to a root, no pairing is formed, and all factors have one average, one gate and one step."""
     it, model = gpu(), net([16] * (depth + 1))
-    opt = ng.Natural(model, lr=0.01, factors="whole", polar=False)
+    opt = ng.Natural(model, lr=0.01, factors="whole", fit="kl", polar=False)
     trained(model, opt, range(24))
     with it.counting() as kernels:
         trained(model, opt, range(24, 25))

@@ -142,8 +142,8 @@ def _refreshes(step: int, every: int) -> bool:
 class Reference:
     """Shampoo: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
 
-    Natural (``spectral``) has the diagonals of S and A, momentum 0.9, and v = G^-p/2 polar(G^-p/2 M), as long as
-    rms·√max(o, i) times polar(…), here by singular values.
+    Natural (``spectral``) has the diagonals of S and A, kernels as matrices [o i·k], momentum 0.9, and
+    v = G^-p/2 polar(G^-p/2 M), as long as rms·√max(o, i·k) times polar(…), here by singular values.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class Reference:
         for p, state in zip(self.params, self.state, strict=True):
             assert p.grad is not None
             g = p.grad.flatten(2) if p.ndim > 2 else p.grad[..., None]  # [o i k]
+            g = g.flatten(1)[..., None] if self.spectral else g
             m = state["m"] = μ * state.get("m", torch.zeros_like(g)) + (1 - μ) * g
             weight = 0.05 / (1 - 0.95 ** (self.t + 1))
             for key, new in self.factors(g, state).items():
@@ -226,16 +227,16 @@ def _natural(
 
 REFERENCES: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], Callable[[list[nn.Parameter]], Reference]]] = {
     "natural": (
-        lambda model: _natural(model, power=0.5, fit="kl", every=25),
-        lambda params: Reference(params, 0.01, 0.5, kl=True, every=25, spectral=True),
+        lambda model: _natural(model, power=0.5, fit="mean", every=25),
+        lambda params: Reference(params, 0.01, 0.5, kl=False, every=25, spectral=True),
     ),
     "natural_75": (
         lambda model: _natural(model, power=0.75, fit="kl", every=3),
         lambda params: Reference(params, 0.01, 0.75, kl=True, every=3, spectral=True),
     ),
-    "natural_mean": (
-        lambda model: _natural(model, power=1.0, fit="mean", every=25),
-        lambda params: Reference(params, 0.01, 1.0, kl=False, every=25, spectral=True),
+    "natural_kl": (
+        lambda model: _natural(model, power=1.0, fit="kl", every=25),
+        lambda params: Reference(params, 0.01, 1.0, kl=True, every=25, spectral=True),
     ),
     "kl_shampoo": (
         lambda model: ng.Shampoo(model, lr=0.01, fit="kl"),
@@ -278,7 +279,7 @@ def test_natural_is_its_slots(fit: Literal["mean", "kl"]) -> None:
 
 def test_natural_with_whole_factors_and_without_the_polar_factor_is_kl_shampoo() -> None:
     model, hand = _net(), _net()
-    whole = ng.Natural(model, lr=0.01, factors="whole", polar=False, rms=0.2, momentum=0.95, inverse_every=10)
+    whole = ng.Natural(model, lr=0.01, factors="whole", fit="kl", polar=False, rms=0.2, momentum=0.95, inverse_every=10)
     for θ, other in zip(_train(model, [whole]), _train(hand, [ng.Shampoo(hand, lr=0.01, fit="kl")]), strict=True):
         assert torch.equal(θ, other)
 
