@@ -127,7 +127,7 @@ def test_the_default_converges_from_any_standard_initialisation(seed: int) -> No
         for p in net.parameters():
             if init is not None and p.ndim == 2:
                 init(p)
-        result = ng.LeastSquares(poisson(7, 1.0), net).solve(max_steps=40)
+        result = ng.LeastSquares(poisson(7, 1.0), net).solve(max_steps=30)
         x = grid(9)
         assert (net(x) - solution(x)).norm() < 0.05 * solution(x).norm(), result.message
 
