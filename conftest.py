@@ -5,8 +5,16 @@ what is imported already.
 """
 
 import gc
+import logging
 
 import natgrad as natgrad
+
+
+def pytest_configure() -> None:
+    """Records of torch's modules go by its first logger: pytest attaches to each of fifty others, thrice a test."""
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch."):
+            logging.getLogger(name).propagate = True
 
 
 def pytest_collection_finish() -> None:
