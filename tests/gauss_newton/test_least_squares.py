@@ -120,7 +120,7 @@ def test_a_singular_jacobian_at_a_tiny_damping_has_a_finite_step(structure: Stru
     assert all(record.accepted for record in records)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_default_converges_from_any_standard_initialisation(seed: int) -> None:
     for init in (None, nn.init.xavier_normal_, nn.init.orthogonal_):
         net = network(2, 12, 1, seed=seed)
