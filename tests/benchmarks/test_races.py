@@ -17,8 +17,9 @@ from benchmarks import race_models, races, rivals
 CPU = torch.device("cpu")
 TASKS = {task.name: task for task in race_models.tasks(tiny=True).values()}
 OURS = [name for name in rivals.CONTENDERS if name.startswith(("natural", "ng-"))]
-# What differs from "natural" by an argument alone trains a network with every kind of layer, and a small one.
-VARIANTS = [name for name in OURS if name.startswith("natural-") and name not in ("natural-fisher", "natural-own")]
+# What differs from "natural" or "ng-kl-shampoo" by an argument alone trains a ViT and a small network.
+WITH_ARGUMENTS = ("natural-", "ng-kl-shampoo-")
+VARIANTS = [n for n in OURS if n.startswith(WITH_ARGUMENTS) and n not in ("natural-fisher", "natural-own")]
 
 
 @pytest.fixture(scope="module")
