@@ -23,8 +23,9 @@ help:  ## list the targets
 demo: $(VENV)/.cli  ## train on digits with five optimizers, in under two minutes
 	$(BIN)/natgrad demo $(DEMO)
 
-# One thread for each job: small matrices are no faster with more, and jobs would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# One thread for each job: small matrices are no faster with more, and jobs would wait for each other. Bytecode is kept
+# even where the environment says not to: every job and every process that a test starts imports all of it.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.dev  ## ruff, the order of imports, mypy
 	$(BIN)/ruff check .

@@ -4,4 +4,30 @@ pytest imports the modules that it collects one by one, and sets each as an attr
 what is imported already.
 """
 
+import gc
+import logging
+
+import pytest
+
 import natgrad as natgrad
+
+
+def pytest_configure() -> None:
+    """Records of torch's modules go by its first logger: pytest attaches to each of fifty others, thrice a test."""
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch."):
+            logging.getLogger(name).propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not walk 15,000 tests again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So does what the tests of a file have left: caches, and libraries that they import."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect(1)  # what is young: a whole collection takes long, and there are 400 files
+        gc.freeze()

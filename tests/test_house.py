@@ -50,8 +50,12 @@ def looks_at_devices(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         return any(is_device_or_private(f"{node.module}.{alias.name}") for alias in node.names)
     if isinstance(node, ast.Attribute):
-        text = ast.unparse(node)
-        return node.attr == "is_cuda" or text.endswith("device.type") or is_device_or_private(text)
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        if node.attr in ("is_cuda", "type") or (isinstance(root, ast.Name) and root.id == "torch"):
+            text = ast.unparse(node)  # which is slow
+            return node.attr == "is_cuda" or text.endswith("device.type") or is_device_or_private(text)
     return False
 
 

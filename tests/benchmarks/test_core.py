@@ -1,7 +1,6 @@
 """The benchmark compares like with like: at tiny sizes and in float64 all contestants compute the same numbers."""
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import natgrad as ng
 from benchmarks import core, kfac_peers, networks, peers
 from benchmarks.harness import Race, Spread, SubprocessRunner, disagreement, duels, launch_time, peak_memory, together
 from tests import oracle
+from tests.benchmarks.contestants import allocate, refusing
 
 CPU = torch.device("cpu")
 # Other libraries, where they are installed, compute in their own ways and warn about their own affairs.
@@ -105,36 +105,6 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert result.time("b").median == 1.0
 
 
-def noting(path: Path) -> Callable[[], int]:
-    """Writes down which process it is in, and how often it was called."""
-    calls: list[int] = []
-
-    def contestant() -> int:
-        calls.append(os.getpid())
-        return path.write_text(json.dumps([*calls, torch.get_float32_matmul_precision()]))
-
-    return contestant
-
-
-def refusing() -> Callable[[], None]:
-    """Cannot be prepared."""
-    raise SystemExit(3)
-
-
-def test_a_contestant_that_is_alone_is_made_once_in_another_process_under_the_same_switches(tmp_path: Path) -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        with SubprocessRunner(noting, tmp_path / "calls", device=CPU) as contestant:
-            contestant()
-            contestant()
-    finally:
-        torch.set_float32_matmul_precision(before)
-    first, second, precision = json.loads((tmp_path / "calls").read_text())
-    assert first == second != os.getpid()
-    assert precision == "high"
-
-
 def test_a_contestant_whose_process_ends_is_an_error() -> None:
     with (
         SubprocessRunner(refusing, device=CPU) as contestant,
@@ -193,11 +163,6 @@ def test_a_round_of_a_duel_is_the_mean_of_its_turns(monkeypatch: pytest.MonkeyPa
 def test_different_things_are_not_timed() -> None:
     with pytest.raises(AssertionError, match="section: the contestants disagree by 1"):
         core.Report(CPU, 1).agree("section", {"a": lambda: torch.ones(2), "b": lambda: 2 * torch.ones(2)})
-
-
-def allocate(megabytes: int) -> Callable[[], Tensor]:
-    """Touch that much memory."""
-    return lambda: torch.ones(megabytes * 2**20 // 4)
 
 
 def test_peak_memory_is_that_of_the_tensors() -> None:

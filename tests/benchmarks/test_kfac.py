@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -248,11 +249,31 @@ def test_networks_are_chosen_by_a_part_of_their_names() -> None:
         kfac.only(cases, ["Nothing"])
 
 
-def test_a_loop_of_sobolev_kfac_runs_in_a_process_of_its_own() -> None:
+def noting(path: Path, loop: Callable[[torch.device], Callable[[], None]]) -> Callable[[], None]:
+    """A loop that writes down which process it is in, and how often it was called."""
+    steps, calls = loop(CPU), list[int]()
+
+    def contestant() -> None:
+        steps()
+        calls.append(os.getpid())
+        path.write_text(json.dumps([*calls, torch.get_float32_matmul_precision()]))
+
+    return contestant
+
+
+def test_a_loop_of_sobolev_kfac_is_made_once_in_another_process_under_the_same_switches(tmp_path: Path) -> None:
     loop = partial(kfac.training_loop, kfac.tiny()[0].make, kfac.sobolev_kfac, 2)
-    with SubprocessRunner(loop, CPU, device=CPU) as steps:
-        steps()
-        steps()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with SubprocessRunner(noting, tmp_path / "calls", loop, device=CPU) as contestant:
+            contestant()
+            contestant()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    first, second, precision = json.loads((tmp_path / "calls").read_text())
+    assert first == second != os.getpid()
+    assert precision == "high"
 
 
 @pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)

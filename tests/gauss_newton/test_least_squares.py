@@ -120,14 +120,14 @@ def test_a_singular_jacobian_at_a_tiny_damping_has_a_finite_step(structure: Stru
     assert all(record.accepted for record in records)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_default_converges_from_any_standard_initialisation(seed: int) -> None:
     for init in (None, nn.init.xavier_normal_, nn.init.orthogonal_):
         net = network(2, 12, 1, seed=seed)
         for p in net.parameters():
             if init is not None and p.ndim == 2:
                 init(p)
-        result = ng.LeastSquares(poisson(7, 1.0), net).solve(max_steps=40)
+        result = ng.LeastSquares(poisson(7, 1.0), net).solve(max_steps=30)
         x = grid(9)
         assert (net(x) - solution(x)).norm() < 0.05 * solution(x).norm(), result.message
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, special
+from scipy import special
 from torch import Tensor
 
 import natgrad as ng
@@ -92,12 +92,14 @@ def test_the_fourier_transform_of_the_kernel_is_a_power_of_one_plus_xi_squared(n
     # On a line and in space, ∫ K(x) e^{−iξx} dx = (1 + ξ²)^{−s/2}: a cosine transform, and a sine transform over ξ.
     kernel, ξ = SobolevKernel(nu, normalised=False), 0.7
 
-    def radial(r: float) -> float:
-        wave = math.cos(ξ * r) if d == 1 else 2 * math.pi * r * math.sin(ξ * r) / ξ
-        return 2 * float(_at(kernel, r, d)) * wave
-
-    value, _ = integrate.quad(radial, 0, 60, limit=200, epsabs=1e-10)
-    assert value == pytest.approx((1 + ξ**2) ** (-(d + 2 * nu) / 2), rel=1e-6)
+    points, weights = np.polynomial.legendre.leggauss(1000)
+    u, w = (torch.as_tensor(numbers, dtype=torch.float64) for numbers in ((points + 1) / 2, weights / 2))
+    r = 60 * u**5  # whose derivative is zero where the kernel's is infinite
+    far = torch.zeros(len(r), d, dtype=torch.float64)
+    far[:, -1] = r
+    wave = (ξ * r).cos() if d == 1 else 2 * math.pi * r * (ξ * r).sin() / ξ
+    value = (2 * kernel(torch.zeros_like(far[:1]), far)[0] * wave * 300 * u**4 * w).sum()
+    assert float(value) == pytest.approx((1 + ξ**2) ** (-(d + 2 * nu) / 2), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", names("sobolev.gram"))
@@ -165,7 +167,7 @@ def test_the_constant_is_an_integral_over_spheres_with_the_right_radial_part(nam
 @pytest.mark.parametrize("nu", [0.3, 0.5, 0.9, 1.0, 1.5, 2.0, 2.2, 2.5, 3.5])
 def test_first_and_second_derivatives_are_those_of_finite_differences(nu: float) -> None:
     kernel = SobolevKernel(nu, 1.3)
-    x, y = normal(3, 2).requires_grad_(), normal(2, 2, seed=1).requires_grad_()
+    x, y = normal(2, 2).requires_grad_(), normal(2, 2, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(kernel, (x, y), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(kernel, (x, y))
     assert torch.autograd.gradcheck(kernel, (x,))

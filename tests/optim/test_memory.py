@@ -39,7 +39,8 @@ def test_a_step_without_a_new_inverse_holds_one_vector_and_one_layer(
     widths: tuple[int, ...], rule: StepRule, momentum: float
 ) -> None:
     model = network(*widths)
-    opt = ng.KFAC(model, ng.Euclidean(), momentum=momentum, weight_decay=0.1, step=rule, inverse_every=100)
+    metric = ng.Sampled(ng.Euclidean())  # one cotangent and not one an output: what a step holds is no matter of these
+    opt = ng.KFAC(model, metric, momentum=momentum, weight_decay=0.1, step=rule, inverse_every=100)
     for _ in range(2):
         backward(model, opt)
         opt.step()

@@ -58,11 +58,11 @@ def test_roots_and_examples_are_cut_into_unequal_chunks() -> None:
     model, x = zoo.mlp(3, 4, 3).double(), normal(6, 3)
     problem = zoo.Problem(model, x)
     metric = random_roots(problem, k=5)
-    seen = set()
+    seen, expected = set(), pull(problem, metric).square()
     for memory in range(500, 8000, 100):
         cut = pull(problem, metric, memory=memory)
         seen.add((len(cut.ranges), len({k for k, _ in chunks(cut)}), len({n for _, n in chunks(cut)})))
-        close(cut.square(), pull(problem, metric).square())
+        close(cut.square(), expected)
     assert any(parts > 1 for parts, _, _ in seen)
     assert any(roots > 1 for _, roots, _ in seen)
 
@@ -202,8 +202,8 @@ def test_gram_matrices_from_blocks_of_any_size_are_those_of_the_rows(name: str, 
 
 
 def test_the_kernel_of_a_sequence_never_forms_its_rows() -> None:
-    """Linear(512, 512) on 128 sequences of 4: the rows would have 33.6 million numbers."""
-    model, x = nn.Linear(512, 512), torch.ones(128, 4, 512)
+    """Linear(256, 256) on 128 sequences of 4: the rows would have 8.4 million numbers."""
+    model, x = nn.Linear(256, 256), torch.ones(128, 4, 256)
     G = ng.Kernel().estimate(ng.pullback(model, x, ng.Sampled(ng.Euclidean())))
     with Largest() as largest:
         G.gram()
@@ -228,7 +228,8 @@ def test_the_diagonal_of_a_long_sequence_never_forms_all_its_rows() -> None:
     with Largest() as largest:
         diagonal = G.diagonal()
     assert largest.elements < G.factors[0].g.shape[0] * 50 * layer.weight.numel()
-    torch.testing.assert_close(diagonal, G.dense().diagonal())
+    squares = G.factors[0].g.sum((2, 3)).square().sum((0, 1))  # the inputs are ones
+    torch.testing.assert_close(diagonal, torch.cat([squares.repeat_interleave(60), squares]))
 
 
 def test_outputs_that_the_user_changes_in_place_do_not_reach_the_metric() -> None:
