@@ -47,11 +47,15 @@ class Target:
 @final
 @dataclass
 class Report:
-    """All measurements. ``timed``: how contestants alternate, in ``duels`` with the unit or all ``together``."""
+    """All measurements. ``timed``: how contestants alternate, in ``duels`` with the unit or all ``together``.
+
+    ``words``: only contestants whose names contain one of them are timed, and the units; without any, all.
+    """
 
     device: torch.device
     rounds: int
     timed: Timed = duels
+    words: tuple[str, ...] = ()
     rows: list[Row] = field(default_factory=list, init=False)
     targets: list[Target] = field(default_factory=list, init=False)
     checks: dict[str, float] = field(default_factory=dict, init=False)
@@ -82,6 +86,9 @@ class Report:
         ``turns``: turns per round of an entry and the unit on a GPU.
         """
         on_gpu = self.device.type == "cuda"
+        if self.words:
+            matching = (name for name in entries if any(word in name for word in self.words))
+            entries = {name: entries[name] for name in dict.fromkeys((unit, *matching))}
         if on_gpu:
             self.launches[section] = launch_time(self.device)
         race = self.timed(entries, unit, rounds, self.device, warmup, turns if on_gpu else None)

@@ -185,22 +185,15 @@ def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_fixed_address(memo: dict[Hashable, Any], key: Hashable, t: Tensor) -> Tensor:
-    """t or, on a GPU, a copy of it in memory that stays the same from one pass to the next."""
-    if not is_asynchronous(t.device):
-        return t
-    return fixed_memory(memo, key, t.shape, t, t.dtype).copy_(t)
-
-
-def fixed_memory(
-    memo: dict[Hashable, Any], key: Hashable, shape: torch.Size, like: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Memory of this shape, on the device of ``like``, that stays the same from one pass to the next.
+    """t or, on a GPU, a copy of it in memory that stays the same from one pass to the next.
 
     Batches of other sizes have it in the same place: only the largest so far has new memory.
     """
-    if key not in memo or memo[key].dtype != dtype or memo[key].numel() < shape.numel():
-        memo[key] = like.new_empty(shape.numel(), dtype=dtype)
-    return cast(Tensor, memo[key])[: shape.numel()].view(shape)
+    if not is_asynchronous(t.device):
+        return t
+    if key not in memo or memo[key].dtype != t.dtype or memo[key].numel() < t.numel():
+        memo[key] = t.new_empty(t.numel())
+    return cast(Tensor, memo[key])[: t.numel()].view(t.shape).copy_(t)
 
 
 def root_of(C: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.model import tensors_of
-from natgrad.pullback.coupling import Mixing, Weights, at_fixed_address, fixed_memory
+from natgrad.pullback.coupling import Mixing, Weights, at_fixed_address
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.operation_layers import is_operation
@@ -275,14 +275,21 @@ class FactorMoments(FactorSink):
 
 
 def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
-    """The numbers of the layers with several positions, of which those count to which a cotangent comes."""
+    """The numbers of the layers with several positions, of which those count to which a cotangent comes.
+
+    Cached for the sizes of the last pass.
+    """
+    key, sizes = ("several", tuple([block.names for block in blocks])), (tape.y.shape[0], tape.sizes)
+    if key in tape.memo and tape.memo[key][0] == sizes:
+        return cast(frozenset[int], tape.memo[key][1])
     rules = [(b, block, block.rule) for b, block in enumerate(blocks)]
     several = (
         b
         for b, block, rule in rules
         if rule is not None and not rule.pixels and (is_operation(block) or tape.positions(block) > block.shape[0])
     )
-    return frozenset(several)
+    tape.memo[key] = sizes, frozenset(several)
+    return cast(frozenset[int], tape.memo[key][1])
 
 
 def shared_positions(
@@ -314,7 +321,7 @@ def _read_by(tape: Tape, layer: Block, b: int) -> Hashable:
     if len(uses) != 1 or isinstance(layer.rule, Replayed) or is_operation(layer):
         return b
     x = uses[0].call.x
-    return x.data_ptr(), x.shape, x.stride(), tape.positions(layer) // layer.shape[0]
+    return x.data_ptr(), x.shape, x.stride(), uses[0].shape.numel() // (layer.shape[0] * layer.shape[1])
 
 
 @final
@@ -473,7 +480,7 @@ class CapturedKernels:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
         late = self._uses_of([b for b in captured if self.layers.late(b) and not self.layers.after(b)])
         after = [b for b in numbers if self.layers.after(b)]
-        masks = {b: mask for b in captured if b in after and (mask := self._place(b)) is not None}
+        masks = self._masks([b for b in captured if b in after], g)
         self.there.update(masks)
         self.there.update({b: self._reached(b, g) for b in after if b not in masks})
 
@@ -498,26 +505,23 @@ class CapturedKernels:
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
 
+    def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
+        """Where a graph is to put which positions of these layers count, [n r]; not of those of which all do.
+
+        Cached for the sizes of the last pass. The first pass of a size fills them here.
+        """
+        memo, key = self.tape.memo, ("masks", tuple([self.layers.blocks[b].names for b in numbers]))
+        sizes = self.layers.n, self.tape.sizes
+        if key not in memo or memo[key][0] != sizes:
+            masks = ((at, self._reached(b, g)) for at, b in enumerate(numbers))
+            memo[key] = sizes, {at: mask for at, mask in masks if mask is not None}
+        return {numbers[at]: mask for at, mask in memo[key][1].items()}
+
     def _reached(self, b: int, g: Cotangents) -> Tensor | None:
         """Which positions of a layer count, [n r], on a GPU where graphs find it; None for all."""
         block = self.layers.blocks[b]
         mask = reached(g.of(self.tape, block), block)
-        if mask is None:
-            return None
-        self.tape.memo["mask", block.names] = self._shapes(b), mask.shape
-        return at_fixed_address(self.tape.memo, ("reached", block.names), mask)
-
-    def _place(self, b: int) -> Tensor | None:
-        """Memory for that mask, which a graph is to fill; None where the last pass had none, or another size."""
-        memo, names = self.tape.memo, self.layers.blocks[b].names
-        shapes, shape = memo.get(("mask", names), (None, None))
-        if shapes != self._shapes(b):
-            return None
-        return fixed_memory(memo, ("reached", names), shape, self.tape.y, torch.bool)
-
-    def _shapes(self, b: int) -> list[torch.Size]:
-        """Of the outputs of all uses of a layer."""
-        return [use.shape for use in self.tape.of(self.layers.blocks[b])]
+        return None if mask is None else at_fixed_address(self.tape.memo, ("reached", block.names), mask)
 
     def inputs_after(self) -> None:
         """A of the layers of which not all positions need count, when all cotangents have come."""

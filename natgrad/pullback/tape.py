@@ -389,6 +389,11 @@ class Tape:
         return sorted(at for module in owners for at in self._by_module.get(module, ()))
 
     @cached_property
+    def sizes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the outputs of all uses."""
+        return tuple([use.shape for use in self.uses])
+
+    @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
         by_module: dict[nn.Module, list[int]] = {}
         for at, use in enumerate(self.uses):
