@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import curves
-from benchmarks.race_models import TUNE, tasks
+from benchmarks.race_models import REPORT, TUNE, tasks
 from benchmarks.races import HEAD, Records
 from benchmarks.races import rows as race_rows
 from benchmarks.report import claim_table, ratio_table
@@ -127,6 +127,8 @@ NAMES_OF_RACERS = {
     "natural-momentum-95": "`ng.Natural(momentum=0.95)`",
     "natural-kl": '`ng.Natural(fit="kl")`',
     "whole-polar-quarter": '`ng.Natural(factors="whole", power=0.25)`',
+    "natural-decay-90": "`ng.Natural(decay=0.9)`",
+    "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
     "ng-kl-shampoo": 'KL-Shampoo, `ng.Shampoo(fit="kl")`',
 }
 RACES = {
@@ -156,6 +158,12 @@ def races(folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
     if missing:
         parts.append("Not yet run to the end: " + "; ".join(missing) + ".")
     return "\n\n".join(parts)
+
+
+def race(task: str, optimizer: str, column: str, folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
+    """A cell of the best row of an optimizer, without its deviation: race("decoder", "adamw", "loss, equal steps")."""
+    row = next(row for row in race_rows(Records.load(folder), tasks()[task]) if row[0] == optimizer)
+    return row[HEAD.index(column)].partition(" ± ")[0]
 
 
 def ablation(name: str = "decoder", folder: Path = ROOT / "benchmarks" / "results" / "races") -> str:
@@ -216,7 +224,7 @@ def online_table() -> str:
 NAMES: dict[str, Any] = {"powers": powers} | {
     function.__name__: function
     for function in (
-        *(results, machine, ratios, section, claims, ratio, claim, span, training, races, ablation, vi_table),
+        *(results, machine, ratios, section, claims, ratio, claim, span, training, races, race, ablation, vi_table),
         *(cifar_table, cifar_figures, regression_table, online_table),
     )
 }
@@ -226,7 +234,7 @@ NAMES: dict[str, Any] = {"powers": powers} | {
 
 
 def draw(path: Path = FIGURE) -> None:
-    """Training loss against seconds, and the time of a training step over AdamW's."""
+    """Validation loss against seconds in the race of the decoder, and the time of a training step over AdamW's."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -235,13 +243,15 @@ def draw(path: Path = FIGURE) -> None:
         left, right = figure.subplots(1, 2)
         for ax in (left, right):
             ax.spines[["top", "right"]].set_visible(False)
-        record = curves.Record.load(ROOT / "benchmarks" / "results" / "training-cuda.json")
-        colours = {curves.KFAC: "tab:red", curves.SOAP: "tab:orange", curves.ADAMW: "tab:blue", curves.SGD: "tab:gray"}
-        for run in record.runs:
-            points = [point for point in run.history if point.seconds > 0]
-            seconds, loss = [p.seconds for p in points], [p.train_loss for p in points]
-            left.plot(seconds, loss, color=colours[run.contender], label=run.contender, linewidth=1.2)
-        left.set(title="MNIST auto-encoder on an H200", xlabel="seconds", ylabel="training loss", ylim=(48, 85))
+        task = tasks()["decoder"]
+        finals = Records.load(ROOT / "benchmarks" / "results" / "races").of(task.name, REPORT, steps=task.steps)
+        racers = {"natural": ("ng.Natural", "tab:red"), "ng-muon": ("Muon", "tab:orange")}
+        racers |= {"ng-soap": ("SOAP", "tab:gray"), "adamw": ("AdamW", "tab:blue")}
+        for name, (title, colour) in racers.items():
+            for at, run in enumerate(r for r in finals if r.run.optimizer == name):
+                label = title if at == 0 else None
+                left.plot(run.seconds, run.validation, color=colour, label=label, linewidth=0.9)
+        left.set(title="decoder 6 × 384, WikiText-2, H200", xlabel="seconds", ylabel="nats a byte", ylim=(1.1, 1.8))
         left.legend(frameon=False)
         names = {"natgrad": "natgrad", "asdl": "asdl", "KAISA": "KAISA", "singd": "singd"}
         networks = {"auto-encoder": "auto-encoder", "VGG16": "VGG16", "GPT": "GPT 6 × 384"}

@@ -284,7 +284,7 @@ class AdamW(Config):
 @final
 @dataclass(frozen=True)
 class Natural(Config):
-    """``ng.Natural`` as the library has it: the half power, no loss. Gains and biases are stepped by AdamW."""
+    """``ng.Natural`` as the library has it: no loss is needed. Gains and biases are stepped by AdamW."""
 
     lr: float
     weight_decay: float
@@ -298,6 +298,7 @@ class Natural(Config):
         defaults = {name: one.default for name, one in inspect.signature(ng.Natural).parameters.items()}
         decide = ("momentum", "power", "rms", "polar", "decay", "metric_every", "inverse_every", "early")
         numbers = {name: defaults[name] for name in decide} | {"damping": defaults["damping"].epsilon}
+        numbers |= {"diagonal": defaults["factors"] == "diagonal", "kl": defaults["fit"] == "kl"}
         return {"lr": self.lr, "weight_decay": self.weight_decay} | numbers
 
     def looks(self, step: int) -> bool:

@@ -19,7 +19,7 @@ from tests.experiments.tiny import SETUP
     "arm",
     [
         replace(arms.sobolev(), constants=arms.Constants(metric_every=3, inverse_every=6)),
-        arms.Natural(1e-2, 0.1),
+        arms.Natural(1e-3, 0.1),  # polar factors are rounded to bfloat16: long steps would enlarge that
         arms.Momentum(0.01, 0.0),
     ],
     ids=lambda arm: arm.name,
