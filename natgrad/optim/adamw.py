@@ -18,16 +18,17 @@ _BETAS, _EPSILON = (0.9, 0.95), 1e-8
 
 
 def without_metric(
-    model: Model, groups: Iterable[Mapping[str, Any]], fallback: Fallback
+    model: Model, groups: Iterable[Mapping[str, Any]], fallback: Fallback, *, of_gradients: bool
 ) -> tuple[list[dict[str, Any]], frozenset[str], frozenset[str]]:
     """The parameter groups without their "fallback", the names of the parameters that AdamW steps, and of those that it
     would step if the metric did not see them.
 
     A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
     the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes or no entry, and the weights of
-    embeddings.
+    embeddings. ``of_gradients``: the metric sees gradients alone. Then it also has parameters with three axes that are
+    no kernels of convolutions: they may be stacks of matrices [e i o], as those of experts.
     """
-    embeddings = _embeddings(model)
+    embeddings, kernels = _embeddings(model), _kernels(model)
     names = {id(p): name for name, p in model.params.items()}
     chosen, backed = set[str](), set[str]()
     plain: list[dict[str, Any]] = []
@@ -36,6 +37,8 @@ def without_metric(
         all_of_it = "fallback" in group
         if group.get("fallback", fallback) == "adamw":
             no_matrix = {id(p) for p in group["params"] if p.ndim < 2 or not p.numel()} | embeddings
+            if of_gradients:
+                no_matrix |= {id(p) for p in group["params"] if p.ndim == 3 and id(p) not in kernels}
             backed |= {names[id(p)] for p in group["params"]}
             chosen |= {names[id(p)] for p in group["params"] if all_of_it or id(p) in no_matrix}
         plain.append({key: value for key, value in group.items() if key != "fallback"})
@@ -59,6 +62,12 @@ def check_fallback(fallback: object) -> None:
 def _embeddings(model: Model) -> set[int]:
     modules = () if model.module is None else model.module.modules()
     return {id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+
+
+def _kernels(model: Model) -> set[int]:
+    """Of convolutions with three axes."""
+    modules = () if model.module is None else model.module.modules()
+    return {id(m.weight) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d)}
 
 
 @final

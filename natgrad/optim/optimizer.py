@@ -85,13 +85,14 @@ class NaturalGradient(torch.optim.Optimizer):
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. With
     ``fallback="adamw"`` parameters with fewer than two axes (gains, biases) and the weights of embeddings are stepped
     by AdamW, with the learning rate and the weight decay of their group, and the metric is over the others: a head is
-    among these unless it is tied to an embedding. A group may say otherwise for all of its parameters, ``{"params":
-    head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last`` and rules that evaluate the loss see
-    the parameters of the metric. ``rules``: layer rules for modules of your own. ``output`` takes what the model
-    returns to its output tensor. With ``examples="inputs"`` outputs that the model flattens over positions, [n·t *out],
-    belong to the n examples that its first input has on its first axis. ``generator`` is for sampled metrics; by
-    default the optimizer has its own, so the random stream of the user does not move. ``memory`` bounds, in bytes, what
-    the structure may occupy.
+    among these unless it is tied to an embedding. If the metric is ``BatchGradient()``, AdamW also has parameters with
+    three axes that belong to no convolution, which may be stacks of matrices (experts). A group may say otherwise for
+    all of its parameters, ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last``
+    and rules that evaluate the loss see the parameters of the metric. ``rules``: layer rules for modules of your own.
+    ``output`` takes what the model returns to its output tensor. With ``examples="inputs"`` outputs that the model
+    flattens over positions, [n·t *out], belong to the n examples that its first input has on its first axis.
+    ``generator`` is for sampled metrics; by default the optimizer has its own, so the random stream of the user does
+    not move. ``memory`` bounds, in bytes, what the structure may occupy.
 
     Parameters that the loss reaches, but not through the outputs (another head, beside ``output``), have no metric:
     AdamW steps them with ``fallback="adamw"``, else they do not move. They are named in a warning. If the metric is
@@ -140,7 +141,8 @@ class NaturalGradient(torch.optim.Optimizer):
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
-        given, by_adamw, backed = without_metric(whole, complete(whole, groups), fallback)
+        of_gradients = metric.source == "gradients"
+        given, by_adamw, backed = without_metric(whole, complete(whole, groups), fallback, of_gradients=of_gradients)
         super().__init__(given, numbers)
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)

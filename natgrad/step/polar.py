@@ -30,8 +30,8 @@ class Polar(PlainRule):
     In the identity metric this is Muon (Jordan et al. 2024). Of all steps with ‖G^p/2 v‖ ≤ 1 in the spectral norm it
     descends most: in a layer with G = S ⊗ A no unit vector of inputs changes the outputs by more than one, both
     measured in the metric. p is the power of the structure (``Kronecker(power=…)``); with ``power=0`` nothing is
-    estimated. A kernel [o i h w] is the matrix [o i·h·w]; a stack of experts [e i o] cannot be told from one, and
-    belongs into a group with ``"fallback": "adamw"``.
+    estimated. A kernel [o i h w] is the matrix [o i·h·w]. A stack of experts [e i o] cannot be told from a kernel here:
+    ``fallback="adamw"`` takes it, unless the metric is one of outputs.
 
     Then v is made as long as rms·√max(o, i) times polar(…): where that has the full rank, the root mean square of the
     step is lr·rms. In the identity metric this is ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` for

@@ -416,3 +416,37 @@ def test_a_weight_without_entries_changes_no_other_step(make: Callable[..., ng.N
             nn.functional.cross_entropy(of(x), target).backward()
             opt.step()
     torch.testing.assert_close(model.some.weight, plain.weight, rtol=1e-12, atol=0)
+
+
+class Experts(nn.Module):
+    """A convolution over three tokens, and two experts in a stack [e i o]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 2, bias=False)
+        self.experts = nn.Parameter(torch.randn(2, 8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.conv(x.unsqueeze(1))).flatten(1)
+        return torch.einsum("ni,eio->no", h, self.experts)
+
+
+@pytest.mark.parametrize("make", [ng.Natural, ng.Muon, ng.SOAP, ng.Shampoo])
+def test_a_stack_of_matrices_is_no_kernel(make: Callable[..., ng.NaturalGradient]) -> None:
+    """Only its convolution tells a kernel [o i k] from a stack; AdamW steps the others, unless a group objects."""
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(8, 3)
+    opt = make(model, lr=0.01, weight_decay=0.1)
+    assert "AdamW steps experts" in str(opt.plan())
+    by_hand = nn.Parameter(model.experts.detach().clone())
+    reference = torch.optim.AdamW([by_hand], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(3):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        assert model.experts.grad is not None
+        by_hand.grad = model.experts.grad.clone()
+        opt.step()
+        reference.step()
+    torch.testing.assert_close(model.experts, by_hand)
+    kernels = make(model, groups=[{"params": [model.experts], "fallback": None}])
+    assert "AdamW" not in str(kernels.plan())
