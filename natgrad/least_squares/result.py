@@ -72,7 +72,8 @@ class FitResult:
     def rank(self) -> Any:
         """Of J, its columns scaled to one length."""
         norms = torch.linalg.vector_norm(self.jac, dim=-2, keepdim=True)
-        s = torch.linalg.svdvals(self.jac / torch.where(norms > 0, norms, 1.0))
+        J = torch.where(norms.isfinite(), self.jac, 0.0)  # such a column does not count
+        s = torch.linalg.svdvals(J / torch.where(norms > 0, norms, 1.0).nan_to_num())
         tol = max(self.jac.shape[-2:]) * torch.finfo(s.dtype).eps
         rank = (s > tol * s[..., :1]).sum(-1)
         return rank if self.residuals.batch else int(rank)

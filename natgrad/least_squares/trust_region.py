@@ -182,7 +182,9 @@ def _step(
     f = residuals(trial)
     actual = fits.number(loss.decrease(fits.f, f))
     fits.limited = select(fits.λ > 0, fits.limited + 1, 0)
+    running = fits.status == RUNNING
     crawls = (fits.limited >= _CRAWLS) & (abs(actual) < torch.inf) & (fits.evaluations + 1 < rules.evaluations)
+    crawls = crawls & running
     bent = False
     if rules.lower is None and loss.rho is None and anywhere(crawls):
         bend_of_step = model.bend(δ, f, fits)
@@ -207,7 +209,6 @@ def _step(
     met = select(by_f & by_x, FTOL_XTOL, select(by_f, FTOL, select(by_x, XTOL, 0)))
     fits.settled = select(fits.settled > 0, fits.settled, met)
 
-    running = fits.status == RUNNING
     ratio = actual / greatest(predicted, torch.finfo(p.dtype).tiny)
     taken = running & ((ratio > _LEAST_RATIO) | ((fits.settled > 0) & (actual >= -rounding)))
     fits.evaluations = fits.evaluations + running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, TypeAlias, final
 
@@ -14,6 +15,7 @@ from natgrad.model import Model
 Fallback: TypeAlias = Literal["adamw"] | None
 Members: TypeAlias = Sequence[Sequence[tuple[str, Tensor]]]  # names and parameters of every group
 
+_log = logging.getLogger("natgrad")
 _BETAS, _EPSILON = (0.9, 0.95), 1e-8
 
 
@@ -25,8 +27,8 @@ def without_metric(
 
     A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
     the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes or no entry, and the weights of
-    embeddings. ``of_gradients``: the metric sees gradients alone. Then it also has parameters with three axes that are
-    no kernels of convolutions: they may be stacks of matrices [e i o], as those of experts.
+    embeddings. ``of_gradients``: the metric sees gradients alone. Then it also has parameters with three axes outside
+    of ``nn.Conv1d``: they may be stacks of matrices [e i o], as those of experts.
     """
     embeddings, kernels = _embeddings(model), _kernels(model)
     names = {id(p): name for name, p in model.params.items()}
@@ -37,8 +39,14 @@ def without_metric(
         all_of_it = "fallback" in group
         if group.get("fallback", fallback) == "adamw":
             no_matrix = {id(p) for p in group["params"] if p.ndim < 2 or not p.numel()} | embeddings
-            if of_gradients:
-                no_matrix |= {id(p) for p in group["params"] if p.ndim == 3 and id(p) not in kernels}
+            stacks = [p for p in group["params"] if of_gradients and p.ndim == 3 and id(p) not in kernels]
+            no_matrix |= {id(p) for p in stacks}
+            if stacks and not all_of_it:
+                _log.info(
+                    "%s: three axes outside of nn.Conv1d, maybe a stack of matrices. AdamW steps it; a group with "
+                    '"fallback": None takes it for a kernel',
+                    ", ".join(names[id(p)] for p in stacks),
+                )
             backed |= {names[id(p)] for p in group["params"]}
             chosen |= {names[id(p)] for p in group["params"] if all_of_it or id(p) in no_matrix}
         plain.append({key: value for key, value in group.items() if key != "fallback"})
@@ -65,9 +73,9 @@ def _embeddings(model: Model) -> set[int]:
 
 
 def _kernels(model: Model) -> set[int]:
-    """Of convolutions with three axes."""
+    """The parameters of convolutions whose kernels have three axes, also those that a kernel is made from."""
     modules = () if model.module is None else model.module.modules()
-    return {id(m.weight) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d)}
+    return {id(p) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for p in m.parameters()}
 
 
 @final

@@ -38,6 +38,7 @@ from natgrad.optim.update import (
     like,
     number_of,
     plain_step,
+    refuse_two_momenta,
 )
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
@@ -86,7 +87,7 @@ class NaturalGradient(torch.optim.Optimizer):
     ``fallback="adamw"`` parameters with fewer than two axes (gains, biases) and the weights of embeddings are stepped
     by AdamW, with the learning rate and the weight decay of their group, and the metric is over the others: a head is
     among these unless it is tied to an embedding. If the metric is ``BatchGradient()``, AdamW also has parameters with
-    three axes that belong to no convolution, which may be stacks of matrices (experts). A group may say otherwise for
+    three axes outside of ``nn.Conv1d``, which may be stacks of matrices (experts). A group may say otherwise for
     all of its parameters, ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last``
     and rules that evaluate the loss see the parameters of the metric. ``rules``: layer rules for modules of your own.
     ``output`` takes what the model returns to its output tensor. With ``examples="inputs"`` outputs that the model
@@ -153,6 +154,7 @@ class NaturalGradient(torch.optim.Optimizer):
             step=(step, StepRule),
         )
         step.admit(wrapped.params)
+        refuse_two_momenta(step, self.param_groups)
         if step.adapts_damping and isinstance(damping, Relative):
             raise IncompatibleError(
                 f"{type(step).__name__} does not work with damping={damping!r}: it adapts the number λ of G + λ·1. "
@@ -419,12 +421,7 @@ class NaturalGradient(torch.optim.Optimizer):
             loss_at=loss_at,
             at_rest=update.at_rest,
         )
-        if rule.has_momentum and any(group["momentum"] for group in self.param_groups):
-            name = type(rule).__name__
-            raise ValueError(
-                f"{name} has a momentum of its own, and a parameter group has another: give momentum=0 here, "
-                f"and the momentum to {name}"
-            )
+        refuse_two_momenta(rule, self.param_groups)  # a group may have changed
         step = rule.take(context)
         if not isinstance(step, Step):
             raise TypeError(f"{type(rule).__name__}.take must return a Step, got {type(step).__name__}")

@@ -312,13 +312,13 @@ def Natural(
     layer rule and no loss is needed.
 
     ``factors="whole"`` keeps S and A whole, and ``polar=False`` takes v = G^-p M, of the root mean square lr·rms
-    (``Normalised``): both together are ``ng.Shampoo``. A ``metric``, or a loss (``ng.metric_of``), takes the place of
-    the gradients' second moment: that of the loss, as ``ng.Fisher(family, samples=1)``, has the factors of K-FAC, from
-    one more backward pass, ``ng.Empirical()`` those of the loss's own cotangents. ``fit="kl"`` is the S ⊗ A that is
-    nearest in KL divergence (``Kronecker``). The metric is estimated every
-    ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps, or with "fresh" when the metric has
-    moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. ``strict`` is that of ``NaturalGradient``, and
-    the other arguments those of ``KFAC``.
+    (``Normalised``): both together are ``ng.Shampoo``, which has other defaults. A ``metric``, or a loss
+    (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as ``ng.Fisher(family,
+    samples=1)``, has the factors of K-FAC, from one more backward pass, ``ng.Empirical()`` those of the loss's own
+    cotangents. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence (``Kronecker``). The metric is estimated
+    every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps, or with "fresh" when the metric
+    has moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. ``strict`` is that of ``NaturalGradient``,
+    and the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -331,6 +331,8 @@ def Natural(
     """
     if factors not in ("diagonal", "whole"):
         raise ValueError(f'Natural(factors=…) is "diagonal" or "whole", not {factors!r}')
+    if factors == "diagonal" and largest != LARGEST:
+        raise ValueError(f'Natural(largest={largest}) bounds whole factors, and these are diagonals: factors="whole"')
     rows = largest if factors == "whole" else 1  # rows of a factor that is more than a diagonal
     return NaturalGradient(
         model,
@@ -379,7 +381,8 @@ def Shampoo(
     The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
     it from a second optimizer ("grafting"). Momentum is of gradients, with Nesterov's step; embeddings and parameters
-    with fewer than two axes have AdamW. A kernel [o i *k] has one factor for o and one for i, which its offsets share.
+    with fewer than two axes have AdamW. A kernel [o i *k] has one factor for o and one for i, which its offsets share,
+    unless both have more than ``largest`` rows: then it is the matrix [o i·k].
     ``fit="kl"`` is KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other
     arguments are those of ``Natural``.
 
@@ -411,6 +414,7 @@ def StochasticReconfiguration(
     lr: float = 0.05,
     damping: Damping = 1e-3,
     structure: Structure = _KERNEL,
+    solver: Solver = _CHOLESKY,
     step: StepRule = _FIXED,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -436,16 +440,18 @@ def StochasticReconfiguration(
     >>> loss.backward()
     >>> opt.step()
     """
-    if isinstance(structure, (Kronecker, EigenKronecker)):
+    inner = structure.structure if isinstance(structure, Refresh) else structure
+    if isinstance(inner, (Kronecker, EigenKronecker)):
         raise IncompatibleError(
-            f"{type(structure).__name__} does not work for stochastic reconfiguration: its factors are centred apart, "
-            "and of a linear last layer, whose cotangents are the same everywhere, rounding is left. Use Kernel, Dense "
-            "or Implicit"
+            f"{type(inner).__name__} does not work for stochastic reconfiguration: its factors are centred apart, "
+            "and of a linear last layer, whose cotangents are the same everywhere, rounding is left. Use Kernel, "
+            "Dense, or Implicit with solver=CG()"
         )
     return NaturalGradient(
         model,
         FubiniStudy(),
         structure=structure,
+        solver=solver,
         step=step,
         lr=lr,
         damping=damping,

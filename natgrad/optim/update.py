@@ -18,7 +18,7 @@ from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.optim.adamw import Members
 from natgrad.optim.preconditioner import Preconditioner
-from natgrad.step.base import PlainRule, Step, rescale_, squared_length
+from natgrad.step.base import PlainRule, Step, StepRule, rescale_, squared_length
 
 MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
@@ -70,6 +70,15 @@ def check_momentum_on(momentum_on: str) -> None:
     """Refuse a momentum that is neither of covectors nor of vectors."""
     if momentum_on not in ("gradients", "steps"):
         raise ValueError(f'momentum_on must be "gradients" (before the metric) or "steps" (after), got {momentum_on!r}')
+
+
+def refuse_two_momenta(rule: StepRule, groups: Iterable[Mapping[str, Any]]) -> None:
+    """A rule that has a momentum of its own would ignore that of a group."""
+    if rule.has_momentum and any(group["momentum"] for group in groups):
+        raise ValueError(
+            f"{type(rule).__name__} has a momentum of its own, decay=, and a parameter group has momentum=: set the "
+            "momentum of all groups to 0"
+        )
 
 
 def common_damping(groups: Iterable[Mapping[str, Any]]) -> float:

@@ -126,7 +126,7 @@ def matrices(blocks: Sequence[Block], largest: int) -> list[Block]:
     for name, place, device in sorted(named, key=lambda entry: entry[1].start):
         bare = Block((name,), (replace(place, key=name),), (1, place.shape.numel(), 1), device)
         if len(place.shape) >= 2 and place.shape.numel():
-            flat = min(place.shape[:2]) > largest
+            flat = largest == 1 or min(place.shape[:2]) > largest  # a matrix [1 1] is a diagonal, too
             rule, nobody = MatrixRule(place.shape, flat=flat), nn.Module()  # no module is called
             bare = replace(bare, shape=rule.shape(nobody, (name,)), rule=rule, modules=(nobody,))
         out.append(bare)

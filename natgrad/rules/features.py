@@ -78,7 +78,7 @@ class Moment:
         """total/count; a group without any position has total zero, and keeps it."""
         count, total = self.count, self.total
         if isinstance(count, Tensor):
-            count = count.clamp(min=1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
+            count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
         return total / count
 
     def over(self, count: int | Tensor) -> Moment:

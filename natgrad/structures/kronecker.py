@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import count
 from typing import ClassVar, Literal, TypeAlias, cast, final
 
 import torch
@@ -340,7 +341,12 @@ class KroneckerInBackward(BackwardEstimate):
             tuple(split.used), structure.sharing_rule, dtype, pullback.n, several, nearest=nearest, of_mean=of_mean
         )
         self._hooks = BackwardHooks(tape, split.used, self._consume)
-        self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache
+        # A pass keeps masks at fixed addresses until ``finish``: micro-batches of one step have memory of their own.
+        self._turns: set[int] = tape.memo.setdefault("turns", set())
+        self._turn = next(turn for turn in count() if turn not in self._turns)
+        self._turns.add(self._turn)
+        memo = tape.memo.setdefault(("turn", self._turn), {})
+        self._layers, self._tape, self._graphs = layers, replace(self._hooks.tape, memo=memo), pullback.graph_cache
 
     @property
     def arrived(self) -> bool:
@@ -348,6 +354,7 @@ class KroneckerInBackward(BackwardEstimate):
 
     def remove(self) -> None:
         self._hooks.remove()
+        self._turns.discard(self._turn)
 
     @torch.no_grad()
     def _consume(self, numbers: Sequence[int], g: Cotangents) -> None:
@@ -378,6 +385,7 @@ class KroneckerInBackward(BackwardEstimate):
         if self._sink is not None:
             self._kernels(self._sink).inputs_after()
             self._sink.flush()
+        self._turns.discard(self._turn)
         split, used = self._split, self._split.used
         absent = {name for b in self._hooks.absent for name in used[b].names}
         unseen = split.unseen | absent

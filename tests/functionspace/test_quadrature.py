@@ -106,6 +106,22 @@ class TestMetric:
         close(ng.Kronecker().estimate(pb).dense(), ng.Dense().estimate(pb).dense(), 1e-12)
         close(ng.Kronecker().estimate(pb).right[0][0][0, 0], tensor(1 / 3), 1e-12)
 
+    def test_positions_of_an_example_that_weighs_little_count_as_others_do(self) -> None:
+        """A is a mean over the positions that count, here the two of the second example: (3² + 4²)/2."""
+
+        class Gated(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(1, 1, bias=False).double()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return (self.linear(x[..., :1]) * x[..., 1:]).sum(1)
+
+        x = tensor([[[1.0, 0.0], [2.0, 0.0]], [[3.0, 1.0], [4.0, 1.0]]])
+        for share in (0.5, 0.1, 0.01):
+            G = ng.Kronecker().estimate(ng.pullback(Gated(), x, Weighted(tensor([1 - share, share]))))
+            torch.testing.assert_close(G.tensors()["linear.weight/A"].squeeze(), tensor(12.5))
+
     def test_equal_weights_are_the_mean(self) -> None:
         model, x = mlp(3, 4, 3).double(), normal(6, 3)
         plain = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def ones(*shape: int) -> Tensor:
 def test_nist_certifies_the_values_and_their_standard_errors(problem: Problem, start: int) -> None:
     fit = ng.least_squares(problem.residuals(), torch.tensor(problem.starts[start - 1], dtype=torch.float64))
     assert fit.success
-    assert problem.digits(fit.x.tolist(), problem.certified) > 7
+    # The gradient of Nelson's problem meets its tolerance before the unknowns have more digits.
+    assert problem.digits(fit.x.tolist(), problem.certified) > (7 if problem.name == "Nelson" else 7.5)
     exact = problem.name == "Lanczos1"  # residuals of 1e-13 are rounding, and so is their standard deviation
     assert problem.digits(fit.standard_errors.tolist(), problem.deviations) > (2 if exact else 6)
 
@@ -409,3 +411,25 @@ def test_bad_input_is_refused_with_the_fix(name: str) -> None:
     error, message, call = BAD[name]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_function_that_writes_into_a_real_buffer_warns_of_nothing() -> None:
+    """Ways of differentiation that it was not written for are tried in silence."""
+
+    def fun(x: Tensor) -> Tensor:
+        r = torch.zeros(3, dtype=torch.float64)
+        r[0], r[1], r[2] = x[0] ** 2 - 1, x[1] - 2, x[0] * x[1] - 2
+        return r
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = ng.least_squares(fun, torch.tensor([2.0, 3.0], dtype=torch.float64))
+    torch.testing.assert_close(fit.x, torch.tensor([1.0, 2.0], dtype=torch.float64))
+
+
+def test_fits_without_a_finite_jacobian_can_be_printed() -> None:
+    t = torch.linspace(0, 1, 6, dtype=torch.float64)
+    x0 = torch.tensor([[0.0, 1.5], [1.0, 1.5]], dtype=torch.float64)
+    fits = ng.least_squares(lambda x: torch.sqrt(x[0]) * t + x[1] - 2 * t - 1, x0, batch=True)
+    assert "1 fits have a Jacobian of rank below 2" in repr(fits)
+    assert fits.rank.tolist() == [1, 2]  # the column that is not finite does not count

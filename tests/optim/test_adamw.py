@@ -450,3 +450,12 @@ def test_a_stack_of_matrices_is_no_kernel(make: Callable[..., ng.NaturalGradient
     torch.testing.assert_close(model.experts, by_hand)
     kernels = make(model, groups=[{"params": [model.experts], "fallback": None}])
     assert "AdamW" not in str(kernels.plan())
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_kernel_that_is_made_from_others_is_one(norm: Callable[..., nn.Module]) -> None:
+    model = nn.Sequential(norm(nn.Conv1d(2, 6, 3)), nn.Tanh(), norm(nn.ConvTranspose1d(6, 4, 3)))
+    kernels = [name for name, p in model.named_parameters() if p.ndim == 3]
+    steps = str(ng.Natural(model).plan()).splitlines()[-1]
+    assert kernels
+    assert not [name for name in kernels if name in steps]

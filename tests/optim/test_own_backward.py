@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
+from natgrad.accelerate import moments
 from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.pullback import coupling
 from natgrad.structures.base import BackwardEstimate
 from tests.optim.states import Net
 
@@ -347,3 +349,39 @@ def test_bad_input() -> None:
     opt = optimizer(compiled)  # type: ignore[arg-type]
     with pytest.raises(IncompatibleError, match="a compiled model shows none"):
         compiled(x)
+
+
+class Masked(nn.Module):
+    """Positions of which some do not reach the loss: [n t 4], [n t] → [n t 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, there: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * there.unsqueeze(-1)
+
+
+def test_micro_batches_keep_their_own_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where what counts is known from one place in memory, in every pass, until the step."""
+
+    def trained() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Masked()
+        opt = ng.NaturalGradient(model, ng.Empirical(), structure=ng.Kronecker(), lr=0.0, damping=1e-2)
+        for _ in range(3):
+            for part in range(2):
+                x, there = torch.randn(8, 6, 4), torch.ones(8, 6)
+                if part == 0:
+                    there[:, 3:], x[:, 3:] = 0.0, 100.0
+                (model(x, there).square().sum((1, 2)).mean() / 2).backward()
+            opt.step()
+            opt.zero_grad()
+        assert opt.tracker.average is not None
+        return dict(opt.tracker.average.tensors())
+
+    expected = trained()
+    monkeypatch.setattr(coupling, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(moments, "can_read", lambda t: False)
+    for key, t in trained().items():
+        torch.testing.assert_close(t, expected[key], rtol=1e-5, atol=1e-6)

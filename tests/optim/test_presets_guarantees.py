@@ -287,6 +287,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "basis": (lambda m: ng.SOAP(m, basis_every=0), ValueError, r"Refresh\(basis=…\) must be at least 1, got 0"),
     "no_basis": (lambda m: ng.Refresh(ng.Kronecker(), basis=3), IncompatibleError, "no eigenvectors to keep"),
     "factors": (lambda m: ng.Natural(m, factors="half"), ValueError, 'is "diagonal" or "whole", not \'half\''),  # type: ignore[arg-type]
+    "largest": (lambda m: ng.Natural(m, largest=8), ValueError, "bounds whole factors, and these are diagonals"),
     "metric": (lambda m: ng.Natural(m, "fisher"), TypeError, "metric"),  # type: ignore[arg-type]
     "polar": (
         lambda m: ng.Muon(m, groups=[{"params": list(m.parameters()), "fallback": None}]),

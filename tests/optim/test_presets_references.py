@@ -277,6 +277,20 @@ def test_natural_is_its_slots(fit: Literal["mean", "kl"]) -> None:
         assert torch.equal(θ, other)
 
 
+@pytest.mark.parametrize("shape", [(6, 1, 3, 3), (1, 6, 3, 2), (6, 3, 2, 2)])
+def test_natural_steps_a_kernel_as_its_matrix(shape: tuple[int, ...]) -> None:
+    kernel = nn.Conv2d(shape[1], shape[0], (shape[2], shape[3]), bias=False)
+    matrix = nn.Linear(kernel.weight[0].numel(), shape[0], bias=False)
+    matrix.weight.data.copy_(kernel.weight.flatten(1))
+    optimizers = [ng.Natural(module, lr=0.01) for module in (kernel, matrix)]
+    for step in range(4):
+        g = seeded(lambda: torch.randn(shape), step)
+        kernel.weight.grad, matrix.weight.grad = g.clone(), g.flatten(1).clone()
+        for opt in optimizers:
+            opt.step()
+    assert torch.equal(kernel.weight.flatten(1), matrix.weight)
+
+
 def test_natural_with_whole_factors_and_without_the_polar_factor_is_kl_shampoo() -> None:
     model, hand = _net(), _net()
     whole = ng.Natural(model, lr=0.01, factors="whole", fit="kl", polar=False, rms=0.2, momentum=0.95, inverse_every=10)

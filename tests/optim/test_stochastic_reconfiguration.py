@@ -91,10 +91,14 @@ def test_complex_outputs_without_parts_are_refused() -> None:
 
 def test_a_momentum_beside_that_of_spring_is_refused() -> None:
     model, x, e = problem(complex_valued=False)
-    opt = ng.NaturalGradient(model, ng.FubiniStudy(), step=ng.Spring(), momentum=0.5)
+    two = "Spring has a momentum of its own, decay=, and a parameter group has momentum=: set the momentum"
+    with pytest.raises(ValueError, match=two):
+        ng.NaturalGradient(model, ng.FubiniStudy(), step=ng.Spring(), momentum=0.5)
+    opt = ng.NaturalGradient(model, ng.FubiniStudy(), step=ng.Spring())
+    opt.param_groups[0]["momentum"] = 0.5
     before = flat(model)
     (2 * ((e - e.mean()) * model(x)).mean()).backward()
-    with pytest.raises(ValueError, match="Spring has a momentum of its own, and a parameter group has another"):
+    with pytest.raises(ValueError, match=two):
         opt.step()
     torch.testing.assert_close(flat(model), before, rtol=0, atol=0)
     opt.param_groups[0]["momentum"] = 0.0
@@ -112,7 +116,18 @@ def test_the_divergence_has_the_metric_as_its_hessian() -> None:
     torch.testing.assert_close(H, expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker()])
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker(), ng.Refresh(ng.Kronecker(), 2, 0.9)])
 def test_kronecker_factors_are_refused(structure: Structure) -> None:
-    with pytest.raises(IncompatibleError, match=r"rounding is left\. Use Kernel, Dense or Implicit"):
+    with pytest.raises(IncompatibleError, match=r"rounding is left\. Use Kernel, Dense, or Implicit with solver=CG"):
         ng.StochasticReconfiguration(Wave(complex_valued=False), structure=structure)
+
+
+def test_conjugate_gradients_solve_for_the_same_step() -> None:
+    landings = []
+    for structure, solver in ((ng.Kernel(), ng.Cholesky()), (ng.Implicit(), ng.CG(tol=1e-12))):
+        model, x, e = problem(complex_valued=False)
+        opt = ng.StochasticReconfiguration(model, structure=structure, solver=solver, damping=0.1)
+        (2 * ((e - e.mean()) * model(x)).mean()).backward()
+        opt.step()
+        landings.append(flat(model))
+    torch.testing.assert_close(*landings, rtol=1e-8, atol=1e-10)
