@@ -86,12 +86,12 @@ class Polar(PlainRule):
         for (o, i, dtype), names in alike.items():
             wide, tall = ([name for name in names if _is_tall(v[name]) == side] for side in (False, True))
             X = v[names[0]].new_empty(len(names), o, i, dtype=self._precision(dtype))
-            for side, part in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
+            for side, Y in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
                 if side:  # into the other precision, and onto its side, in one copy
-                    part.copy_(stacked([_matrix(v[name]).unsqueeze(0) for name in side]))
+                    Y.copy_(stacked([_matrix(v[name]).unsqueeze(0) for name in side]))
             X = polar(X, schedule=self._schedule(dtype), dtype=X.dtype)
-            for side, part in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
-                of_side = part.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind()  # for one launch
+            for side, Y in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
+                of_side = Y.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind()  # for one launch
                 factors |= {name: t.view(v[name].shape) for name, t in zip(side, of_side, strict=True)}
         return {name: factors[name] for name in v}
 

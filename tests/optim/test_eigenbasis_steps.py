@@ -55,7 +55,7 @@ def stepped(shapes: Sequence[tuple[int, ...]], which: Sequence[int], make: Make,
     return [p.detach() for p in model.parameters()]
 
 
-SHAPES = [(4, 3), (3, 4), (4, 3), (4, 4), (4, 3), (2, 4, 3), (4, 4), (2, 4, 3), (2, 2, 3, 2)]
+SHAPES = [(4, 3), (3, 4), (4, 3), (4, 4), (4, 3), (2, 4, 3, 1), (4, 4), (2, 4, 3, 1), (2, 2, 3, 2)]
 STRUCTURES: dict[str, Make] = {
     "iterated": soap(),
     "in every step": soap(basis_every=1),
