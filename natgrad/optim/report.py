@@ -282,7 +282,9 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
         else:
             lines.append(f"no layer rule covers {names}: {then}")
     if result.diagonals:
-        lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
+        factors = sum(len(row.factors) for row in result.rows if row.rule)
+        listing = "all factors" if len(result.diagonals) == factors else ", ".join(result.diagonals)
+        lines.append(f"only the diagonal is kept of {listing}")
     if ruled and fresh and any(row.rule for row in result.rows):
         lines.append("a weight that is used beside its module's forward has the rule of its operations after a pass")
     return lines

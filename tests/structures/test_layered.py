@@ -259,6 +259,12 @@ def test_the_limit_is_an_argument_of_every_preset(preset: Callable[[nn.Module], 
     assert [of.removesuffix(" + bias") for of in diagonals] == ["A of weight"]
 
 
+def test_a_plan_does_not_list_diagonals_where_there_is_nothing_else() -> None:
+    assert "only the diagonal is kept of all factors" in str(ng.Natural(nn.Linear(4, 3)).plan())
+    some = ng.Shampoo(nn.Linear(4, 3), largest=3)
+    assert "only the diagonal is kept of A of weight" in str(some.plan())
+
+
 # What is refused
 
 
