@@ -18,6 +18,7 @@ presets   the optimizers of docs/optimizers.md: training steps over fused AdamW'
 sobolev   Sobolev K-FAC steps over K-FAC steps
 memory    peak memory of a training step that refreshes everything, less the factors and inverses, over SGD's
 resnet18  ResNet-18 at full width: the first K-FAC step, a step with new factors and a plain step, over AdamW's
+kinds     K-FAC steps one by one, over AdamW's: plain, with new factors, with new inverses; the host waits after each
 """
 
 from __future__ import annotations
@@ -468,6 +469,25 @@ def _sgd(problem: Problem) -> Optimizer:
 
 
 FIRST, NEW_FACTORS, PLAIN = "natgrad K-FAC, first step", "natgrad K-FAC, new factors", "natgrad K-FAC, plain step"
+NEW_INVERSES = "natgrad K-FAC, new inverses"
+
+
+def kinds(report: Report, case: Case) -> None:
+    """Where the time of a cycle of K-FAC, 10 & 100, goes: every step timed beside a step of AdamW, after one cycle."""
+    problem, warm = case.make(report.device), 100
+    ours, theirs = training(problem, kfac(problem, 10, 100), 1), training(problem, adamw, 1)
+    seconds: dict[str, list[float]] = {name: [] for name in (ADAMW, PLAIN, NEW_FACTORS, NEW_INVERSES)}
+    beside: dict[str, list[float]] = {name: [] for name in seconds}
+    for step in range(warm + 100 * report.rounds):
+        name = NEW_INVERSES if step % 100 == 0 else NEW_FACTORS if step % 10 == 0 else PLAIN
+        unit, time = _seconds(theirs, report.device), _seconds(ours, report.device)
+        if step >= warm:
+            seconds[name].append(time)
+            seconds[ADAMW].append(unit)
+            beside[name].append(unit)
+    race = Race(ADAMW, seconds, {**beside, ADAMW: seconds[ADAMW]})
+    section = f"K-FAC steps one by one: {problem.name}"
+    report.rows += [Row(section, name, race.time(name), race.ratio(name, ADAMW), ADAMW) for name in seconds]
 
 
 def resnet18(report: Report, case: Case) -> None:
@@ -511,6 +531,7 @@ def sections() -> dict[str, Callable[[Report, Case], None]]:
         "sobolev": sobolev,
         "memory": memory,
         "resnet18": resnet18,
+        "kinds": kinds,
     }
 
 
@@ -573,7 +594,7 @@ def main() -> None:
     run(
         report,
         chosen,
-        args.section or list(sections()),
+        args.section or [name for name in sections() if name != "kinds"],  # which is to find out, not to compare
         lambda: save(report, path, time.perf_counter() - start, before),
         quick=args.quick,
     )
