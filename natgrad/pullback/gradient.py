@@ -215,7 +215,8 @@ def _batches(gradients: Sequence[Tensor], kind: Callable[[int], Hashable]) -> li
 def _joined(gradients: Sequence[Tensor], shape: tuple[int, int, int]) -> Tensor:
     """G [b o k i] of the gradients of matrices W [k o i], in single precision at least."""
     k, o, i = shape
-    G = torch.stack([g.reshape(o, i, k) if k > 1 else g.reshape(o, 1, i) for g in gradients])
+    reshaped = [g.reshape(o, i, k) if k > 1 else g.reshape(o, 1, i) for g in gradients]
+    G = torch.stack(reshaped) if len(reshaped) > 1 else reshaped[0].unsqueeze(0)
     G = G.transpose(2, 3) if k > 1 else G
     return G.to(torch.promote_types(G.dtype, torch.float32)).contiguous()
 
