@@ -13,7 +13,7 @@ import natgrad as natgrad
 
 
 def pytest_configure() -> None:
-    """Records of torch's modules go by its first logger: pytest attaches to each of fifty others, thrice a test."""
+    """Let torch's loggers propagate: else pytest adds its handler to each of the fifty, three times in every test."""
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith("torch."):
             logging.getLogger(name).propagate = True
@@ -27,7 +27,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """So does what the tests of a file have left: caches, and libraries that they import."""
+    """After a file, freeze what its tests have left, too: caches, and libraries that they import."""
     if nextitem is not None and nextitem.path != item.path:
         gc.collect(1)  # what is young: a whole collection takes long, and there are 400 files
         gc.freeze()

@@ -142,19 +142,16 @@ def rows(x: Tensor, trailing: int = 1) -> Tensor:
     return x.reshape(x.shape[:lead].numel(), *x.shape[lead:])
 
 
-def second_moment(x: Tensor, ones: bool | Tensor = False, counted: Tensor | None = None) -> Tensor:
+def second_moment(x: Tensor, ones: bool | Tensor = False) -> Tensor:
     """Σ x̄ x̄ᵀ [d d] over all rows of x [*k n r i]; x̄ = (x, 1) with ``ones``, or (x, u_n) where they are u [n].
 
-    ``counted`` [n r]: over the rows of x [n r i] for which it is true, whatever the others hold; ``ones`` is no tensor
-    then. Symmetric up to rounding. Half precision is summed in float32.
+    Symmetric up to rounding. Half precision is summed in float32.
 
     >>> second_moment(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), ones=True)
     tensor([[10., 14.,  4.],
             [14., 20.,  6.],
             [ 4.,  6.,  2.]])
     """
-    if counted is not None:
-        return _counted_moment(x, bool(ones), counted)
     if ones is False:
         return symmetric_product(rows(x))
     i = x.shape[-1]
@@ -168,24 +165,6 @@ def second_moment(x: Tensor, ones: bool | Tensor = False, counted: Tensor | None
         return put_border(out, rows(wide).sum(0), x.shape[:-1].numel())
     u = ones.to(wide.dtype)
     return put_border(out, torch.einsum("n,...nri->i", u, wide), x.shape[-2] * u.square().sum())
-
-
-def _counted_moment(x: Tensor, ones: bool, counted: Tensor) -> Tensor:
-    """``second_moment`` of the rows that count: the others become zero, after x is rounded, as that is read again."""
-    i, there = x.shape[-1], counted.unsqueeze(-1)
-    x = rounded(x, x.numel() * i)
-    if not (ones and i and x.device.type == "cuda" and x.numel() <= _COPIED):
-        moment = second_moment(x.where(there, 0), ones)
-        if ones:
-            moment[-1, -1] = counted.sum()
-        return moment
-    copy = x.new_empty(*x.shape[:-1], aligned_size(i + 1))  # as in ``affine_product``
-    torch.where(there, x, zero_like(x), out=copy[..., :i])
-    copy[..., i:] = there
-    copy = copy.flatten(0, -2)
-    out = x.new_empty(copy.shape[1], copy.shape[1], dtype=summed(x.dtype))
-    multiply(copy.T, copy, out)
-    return out[: i + 1, : i + 1]
 
 
 def accumulate_second_moment(out: Tensor, x: Tensor, ones: bool, *, keep: float, weight: float) -> None:
@@ -312,28 +291,19 @@ def affine_product(x: Tensor) -> Tensor:
     return put_border(out, column_sums(x), m)
 
 
-_constants: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
+_ones: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def one_like(x: Tensor) -> Tensor:
     """1 [1 1] where x lies and in its type, to be read only: one launch less than a new one."""
-    return _constant(1.0, x)
-
-
-def zero_like(x: Tensor) -> Tensor:
-    """0 [1 1], likewise."""
-    return _constant(0.0, x)
-
-
-def _constant(value: float, like: Tensor) -> Tensor:
-    key = value, like.device, like.dtype
-    if key in _constants:
-        return _constants[key]
-    number = like.new_full((1, 1), value)
+    key = x.device, x.dtype
+    if key in _ones:
+        return _ones[key]
+    one = x.new_ones(1, 1)
     # A capture would fill it only when it is replayed, and a fake tensor has no value.
-    if type(number) is Tensor and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _constants[key] = number
-    return number
+    if type(one) is Tensor and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _ones[key] = one
+    return one
 
 
 def aligned_rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:

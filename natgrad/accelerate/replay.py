@@ -31,7 +31,6 @@ _CAPACITY = 64  # entries of every table; a loop has few address patterns, or ne
 _CAPTURE_COST = 4  # runs that take as long as one capture
 _COPY_BYTES = 2**22  # inputs up to this size are copied to a fixed address rather than recognised by their own
 _PATIENCE = 16  # runs without a graph, after which larger inputs are copied too if they may be
-_RECENT = 8  # calls that are compared before anything is hashed
 _SIZES = 8  # that padded tensors have, between two powers of two
 _ALIGNMENT = 256  # bytes, as torch's allocator
 _BUFFER_BYTES = 2**31  # of padded copies; kernels of larger tensors take longer than to launch them
@@ -165,8 +164,7 @@ class GraphCache(Generic[T]):
         self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
         self._moving = False  # whether an unsettled computation was the last that was asked for
-        # The last calls whose tensors were not copied, by where these begin and end.
-        self._recent = LRU[Hashable, tuple[Any, _Graph[T], ReplayStats]](capacity=min(capacity, _RECENT))
+        self._recent: tuple[Any, _Graph[T], ReplayStats] | None = None  # the last call, if its tensors were not copied
         self._scalars: list[Tensor] = []  # read by all graphs
         self._values: list[float] = []  # what they hold
 
@@ -193,13 +191,12 @@ class GraphCache(Generic[T]):
         """
         if not self.possible(tensors):
             return fn(tensors, scalars)
-        # A training loop makes the same few calls again and again: to compare them takes less time than to hash them.
+        # A training loop makes the same call again and again: to compare it takes less time than to hash it.
         shapes = None if shaped else [(t.shape, t.dtype) for t in tensors]
         layouts = [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)], shapes
-        call, ends = (layouts, key, switches(), len(scalars), size), (layouts[0][0], layouts[0][-1], len(tensors))
-        recent = self._recent.get(ends)
-        if recent is not None and recent[0] == call:
-            return self._replayed(recent[1], scalars, recent[2])
+        call = layouts, key, switches(), len(scalars), size
+        if self._recent is not None and self._recent[0] == call:
+            return self._replayed(self._recent[1], scalars, self._recent[2])
         stats, computation = self._stats(key)
         small = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
         copy = small or (may_copy and stats.unsettled)
@@ -218,8 +215,7 @@ class GraphCache(Generic[T]):
         if copy:
             torch._foreach_copy_(graph.inputs, list(tensors))
             stats.copied += not small
-        else:
-            self._recent[ends] = call, graph, stats
+        self._recent = None if copy else (call, graph, stats)
         return self._replayed(graph, scalars, stats)
 
     def unsettled(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
@@ -324,8 +320,7 @@ class GraphCache(Generic[T]):
         self._graphs.clear()
         self._padded.clear()
         self._sightings.clear()
-        self._recent.clear()
-        self._buffer = None
+        self._buffer = self._recent = None
 
     def _captured(
         self, fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T], inputs: Sequence[Tensor], count: int

@@ -92,13 +92,9 @@ class MatrixRule(Rule):
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         (t,) = block.values()
-        if self.groups == 1:
-            return t.reshape(1, len(t), -1)
-        return t.reshape(*self.param_shape[:2], -1).movedim(-1, 0)
+        return t.reshape(len(t), -1, self.groups).movedim(-1, 0)
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        if self.groups == 1:
-            return {keys[0]: packed.reshape(*packed.shape[:-3], *self.param_shape)}
         return {keys[0]: packed.movedim(-3, -1).reshape(*packed.shape[:-3], *self.param_shape)}
 
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -215,9 +211,8 @@ def _batches(gradients: Sequence[Tensor], kind: Callable[[int], Hashable]) -> li
 def _joined(gradients: Sequence[Tensor], shape: tuple[int, int, int]) -> Tensor:
     """G [b o k i] of the gradients of matrices W [k o i], in single precision at least."""
     k, o, i = shape
-    reshaped = [g.reshape(o, i, k) if k > 1 else g.reshape(o, 1, i) for g in gradients]
+    reshaped = [g.reshape(o, i, k).mT for g in gradients]
     G = torch.stack(reshaped) if len(reshaped) > 1 else reshaped[0].unsqueeze(0)
-    G = G.transpose(2, 3) if k > 1 else G
     return G.to(torch.promote_types(G.dtype, torch.float32)).contiguous()
 
 

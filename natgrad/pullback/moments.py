@@ -275,21 +275,14 @@ class FactorMoments(FactorSink):
 
 
 def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
-    """The numbers of the layers with several positions, of which those count to which a cotangent comes.
-
-    Cached for the sizes of the last pass.
-    """
-    key, sizes = ("several", tuple([block.names for block in blocks])), (tape.y.shape[0], tape.sizes)
-    if key in tape.memo and tape.memo[key][0] == sizes:
-        return cast(frozenset[int], tape.memo[key][1])
+    """The numbers of the layers with several positions, of which those count to which a cotangent comes."""
     rules = [(b, block, block.rule) for b, block in enumerate(blocks)]
     several = (
         b
         for b, block, rule in rules
         if rule is not None and not rule.pixels and (is_operation(block) or tape.positions(block) > block.shape[0])
     )
-    tape.memo[key] = sizes, frozenset(several)
-    return cast(frozenset[int], tape.memo[key][1])
+    return frozenset(several)
 
 
 def shared_positions(

@@ -25,6 +25,7 @@ from natgrad.accelerate.moments import (
     accumulate_second_moment,
     entry_moments,
     nonzero_rows,
+    rounded,
     second_moment,
     single,
     symmetric_product,
@@ -345,11 +346,11 @@ class Counted(Features):
 
     def moment(self) -> Moment:
         base = self.base
-        if isinstance(base, Rows) and isinstance(base.ones, bool) and base.x.ndim == 3:
-            return Moment(second_moment(base.x, base.ones, self.counted).unsqueeze(0), self.count())
-        if isinstance(base, Entries) and isinstance(base.ones, bool) and base.x.ndim == 3:
-            # Zeros are exact in every precision: half precision goes to the tensor cores as it is.
-            return replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0)).padded_moment(self.count())
+        if isinstance(base, (Rows, Entries)) and isinstance(base.ones, bool) and base.x.ndim == 3:
+            # Zeros are exact in every precision: half precision goes to the tensor cores as it is, and what is rounded
+            # for them is rounded before it is read again.
+            x = rounded(base.x, base.x.numel() * base.x.shape[-1]) if isinstance(base, Rows) else base.x
+            return replace(base, x=x.where(self.counted.unsqueeze(-1), 0)).padded_moment(self.count())
         return base.weighed(self._weights).moment().over(self.count())
 
     def squares(self) -> Moment:
