@@ -30,7 +30,8 @@ _log = logging.getLogger("natgrad")
 _CAPACITY = 64  # entries of every table; a loop has few address patterns, or never the same one twice
 _CAPTURE_COST = 4  # runs that take as long as one capture
 _COPY_BYTES = 2**22  # inputs up to this size are copied to a fixed address rather than recognised by their own
-_PATIENCE = 16  # runs without a graph, after which larger inputs are copied too if they may be
+_GRADIENT_BYTES = 2**28  # the same, of a computation that reads and writes several times as much
+_PATIENCE = 16  # runs without a graph, after which rows are padded
 _SIZES = 8  # that padded tensors have, between two powers of two
 _ALIGNMENT = 256  # bytes, as torch's allocator
 _BUFFER_BYTES = 2**31  # of padded copies; kernels of larger tensors take longer than to launch them
@@ -107,7 +108,6 @@ class ReplayStats:
     captures: int = 0
     replays: int = 0
     misses: int = 0  # runs for which there was no graph
-    copied: int = 0  # replays on copies of large tensors
     last: Hashable = None  # addresses of the last run, once they are unsettled
     repeats: int = 0  # runs in a row that had them
 
@@ -118,7 +118,7 @@ class ReplayStats:
     @property
     def unsettled(self) -> bool:
         """Whether its tensors keep coming at new addresses."""
-        return self.misses > max(_PATIENCE, self.replays - self.copied)
+        return self.misses > max(_PATIENCE, self.replays)
 
     def settles(self, addresses: Hashable) -> bool:
         """Whether unsettled tensors, which now have these addresses, have had them time after time."""
@@ -164,7 +164,7 @@ class GraphCache(Generic[T]):
         self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
         self._moving = False  # whether an unsettled computation was the last that was asked for
-        self._recent: tuple[Any, _Graph[T], ReplayStats] | None = None  # the last call, if its tensors were not copied
+        self._recent: tuple[Any, _Graph[T], ReplayStats] | None = None  # the last call
         self._scalars: list[Tensor] = []  # read by all graphs
         self._values: list[float] = []  # what they hold
 
@@ -184,22 +184,21 @@ class GraphCache(Generic[T]):
         ``key`` stands for all else that ``fn`` reads or writes: options, addresses of what it holds. What changes with
         the batch is not in the key but in ``size``, if the shapes of the tensors do not tell. ``shaped``: the key tells
         the shapes and types of the tensors, as those of parameters tell those of gradients, and they are not compared.
-        Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` large
-        ones are too, if they keep coming at new addresses. In a graph the scalars are tensors [] of single precision,
-        so that they may change between replays. What comes back from a replay is the result of the capture, with new
-        numbers in its tensors.
+        Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` up to
+        256 MB are: gradients, which lie elsewhere after every step with new factors, and whose copy takes a hundredth
+        of the step. In a graph the scalars are tensors [] of single precision, so that they may change between replays.
+        What comes back from a replay is the result of the capture, with new numbers in its tensors.
         """
         if not self.possible(tensors):
             return fn(tensors, scalars)
+        copy = sum(map(_bytes, tensors)) <= (_GRADIENT_BYTES if may_copy else _COPY_BYTES)
         # A training loop makes the same call again and again: to compare it takes less time than to hash it.
         shapes = None if shaped else [(t.shape, t.dtype) for t in tensors]
-        layouts = [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)], shapes
-        call = layouts, key, switches(), len(scalars), size
+        layouts = None if copy else ([*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)])
+        call = layouts, shapes, key, switches(), len(scalars), size
         if self._recent is not None and self._recent[0] == call:
-            return self._replayed(self._recent[1], scalars, self._recent[2])
+            return self._replayed(self._recent[1], tensors, scalars, self._recent[2])
         stats, computation = self._stats(key)
-        small = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
-        copy = small or (may_copy and stats.unsettled)
         # A copy goes to where it is read, whatever its strides.
         addresses = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]
         pattern = computation, len(scalars), size, *addresses
@@ -212,11 +211,8 @@ class GraphCache(Generic[T]):
                 return fn(tensors, scalars)
             # Tensors of the user are not kept alive: their addresses are compared.
             self._graphs[pattern] = graph = graph if copy else replace(graph, inputs=[])
-        if copy:
-            torch._foreach_copy_(graph.inputs, list(tensors))
-            stats.copied += not small
-        self._recent = None if copy else (call, graph, stats)
-        return self._replayed(graph, scalars, stats)
+        self._recent = call, graph, stats
+        return self._replayed(graph, tensors, scalars, stats)
 
     def unsettled(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
         """Whether the tensors of a computation keep coming at new addresses: then ``run_padded`` is faster.
@@ -265,7 +261,7 @@ class GraphCache(Generic[T]):
                 return fn(rows, scalars)
             self._padded[pattern] = graph
         pad_copy_(graph.inputs, rows)
-        return self._replayed(graph, scalars, stats)
+        return self._replayed(graph, (), scalars, stats)
 
     def _stats(self, key: Hashable) -> tuple[ReplayStats, Hashable]:
         """The history of a computation, and what it is: under other switches it is another one."""
@@ -286,8 +282,11 @@ class GraphCache(Generic[T]):
             self._sightings[pattern] = sightings + 1
         return due
 
-    def _replayed(self, graph: _Graph[T], scalars: Sequence[float], stats: ReplayStats) -> T:
+    def _replayed(self, graph: _Graph[T], tensors: Sequence[Tensor], scalars: Sequence[float], stats: ReplayStats) -> T:
+        """Run the kernels again, on copies of the tensors where the graph has memory for them."""
         stats.replays += 1
+        if graph.inputs and tensors:
+            torch._foreach_copy_(graph.inputs, list(tensors))
         for at, value in enumerate(scalars):
             if value != self._values[at]:  # else a launch is saved
                 self._scalars[at].fill_(value)
@@ -338,6 +337,8 @@ class GraphCache(Generic[T]):
             return None
         return _Graph(replay, result, list(inputs))
 
+
+_bytes: Callable[[Tensor], int] = Tensor.nbytes.__get__  # type: ignore[attr-defined]
 
 _Padded: TypeAlias = tuple[int, torch.Size, tuple[int, ...] | None, torch.dtype]  # m, *rest, strides, type
 

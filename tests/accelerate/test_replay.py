@@ -212,7 +212,7 @@ def test_what_cannot_be_captured_is_computed_and_not_tried_again() -> None:
     (2**20 + 1, False, False, 29),  # large: recognised by its address
     (2**20 + 1, False, True, 0),
     (2**20 + 1, True, False, 29),
-    (2**20 + 1, True, True, 12),  # copied, when it has come at 17 addresses, and once more
+    (2**20 + 1, True, True, 29),  # copied
 ])  # fmt: skip
 def test_a_replay_has_the_numbers_of_the_call(size: int, may_copy: bool, moving: bool, replays: int) -> None:
     """Also where the tensors lie elsewhere: then they are copied, or there is no replay."""
