@@ -162,7 +162,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def runs(options: argparse.Namespace) -> Iterator[Run]:
     """All that was asked for: seeds outermost, so that a solver is known early on one seed."""
-    for seed in options.seeds if isinstance(options.seeds, list) else range(options.seeds):
+    for seed in options.seed or range(options.seeds):
         for problem in options.problem:
             for solver in options.solver:
                 rates = options.rate or RATES.get(solver, (None,))
@@ -208,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.pde")
     parser.add_argument("--problem", nargs="+", choices=list(PROBLEMS), default=["poisson2d"])
     parser.add_argument("--solver", nargs="+", choices=list(SOLVERS), default=["natgrad"])
-    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
+    parser.add_argument("--seed", type=int, nargs="+", help="these instead, as processes beside each other need")
     parser.add_argument("--rate", type=float, nargs="+", help="learning rates, or the damping of least squares")
     parser.add_argument("--minutes", type=float, default=1.0, help="of steps, for every run")
     parser.add_argument("--points", type=float, default=1.0, help="times as many as the table of the problems has")
