@@ -155,7 +155,9 @@ def races(folder: Path = RECORDS) -> str:
         head = [HEAD[c] for c in columns]
         lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
         table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))
-        parts.append(f"{RACES[name]}, {task.steps} steps:\n\n{table}")
+        sizes = {record.size for record in records.of(name, REPORT)}
+        images = f", {max(sizes):,} training images" if task.kind == "image" else ""
+        parts.append(f"{RACES[name]}{images}, {task.steps} steps:\n\n{table}")
     if missing:
         parts.append("Not yet run to the end: " + "; ".join(missing) + ".")
     return "\n\n".join(parts)
