@@ -22,6 +22,7 @@ from benchmarks.races import HEAD, Records
 from benchmarks.races import rows as race_rows
 from benchmarks.report import claim_table, ratio_table
 from experiments import powers
+from experiments.pde.__main__ import report as pde_report
 from experiments.regression_record import tables as regression_tables
 
 ROOT = Path(__file__).parent.parent
@@ -224,11 +225,16 @@ def online_table() -> str:
     return "\n".join(["| distribution | optimizer | rate | error / bound |", "| --- | --- | --- | --- |", *rows])
 
 
+def pde_tables() -> str:
+    """Errors and times of every differential equation that has logs."""
+    return pde_report(ROOT / "experiments" / "results" / "pde")
+
+
 NAMES: dict[str, Any] = {"powers": powers} | {
     function.__name__: function
     for function in (
         *(results, machine, ratios, section, claims, ratio, claim, span, training, races, race, ablation, vi_table),
-        *(cifar_table, cifar_figures, regression_table, online_table),
+        *(cifar_table, cifar_figures, regression_table, online_table, pde_tables),
     )
 }
 
