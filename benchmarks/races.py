@@ -178,10 +178,13 @@ class Clock:
         return self.end - time.monotonic()
 
     def fits(self, run: Run, records: Records) -> bool:
-        """Whether there is time for a run, by the slowest run of this optimizer on the task, or else of any."""
-        same = [r for r in records.by_run.values() if r.run.task == run.task and r.device == device_name()]
+        """Whether there is time for a run, by the usual run of this optimizer on the task, or else of any.
+
+        The slowest would say little: tuning runs share a GPU with others.
+        """
+        same = [r for r in records.by_run.values() if r.run.task == run.task and r.device == device_name() and r.step]
         mine = [r for r in same if r.run.optimizer == run.optimizer] or same
-        needed = max((r.wall / r.step[-1] for r in mine if r.step), default=0.0) * run.steps
+        needed = statistics.median(r.wall / r.step[-1] for r in mine) * run.steps if mine else 0.0
         return self.left > 1.2 * needed + 1
 
 
