@@ -232,6 +232,8 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         raise NoDerivativeError(f"the model calls {name}: {_REFUSED.get(name, 'out= cannot hold a derivative')}")
     if name in _KINKED and of.second:
         _once.log_once(logging.WARNING, f"{name} {_KINK}")
+    if name in _BENT and of.second:
+        _once.log_once(logging.WARNING, f"{name} {_JUMP}")
     writes = called.endswith("_") and not called.startswith("__")
     in_place, kwargs = writes or bool(kwargs.get("inplace")), {k: v for k, v in kwargs.items() if k != "inplace"}
     if writes:
@@ -813,5 +815,10 @@ _KINKED = frozenset(
 _KINK = (
     "has a kink, at which its second derivative is no function: a Laplacian through it is that of the smooth pieces, "
     "zero for a network of linear layers. Use a smooth activation such as tanh, silu or gelu"
+)
+_BENT = frozenset(("elu", "celu", "selu", "softsign"))
+_JUMP = (
+    "has a second derivative that jumps: the derivative of a Laplacian by the parameters misses the jumps, and least "
+    "squares through it stalls. Use a smooth activation such as tanh, silu or gelu"
 )
 _once = OnceLogger()

@@ -207,7 +207,8 @@ def _check_points(x: Any) -> None:
     if isinstance(x, Jet):
         raise NoDerivativeError(
             "a model that takes derivatives itself would need third derivatives, which are not propagated: "
-            "differentiate the result of natgrad.pde with torch.func.jvp or torch.autograd.grad instead"
+            "differentiate the result of natgrad.pde with torch.func.jvp or torch.autograd.grad instead, or make the "
+            "inner derivative an output of the network, and its equation a residual"
         )
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__

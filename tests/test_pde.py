@@ -16,6 +16,8 @@ from torch.func import functional_call, jacfwd, jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import natgrad as ng
+from natgrad import jet
+from natgrad.log import OnceLogger
 
 Function = Callable[[Tensor], Tensor]
 
@@ -279,6 +281,31 @@ def test_a_kink_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         "leaky_relu has a kink, at which its second derivative is no function"
     ]
     torch.testing.assert_close(ng.pde.gradient(net, x), by_points(net, x)[1])
+
+
+def test_a_jump_of_the_second_derivative_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jet, "_once", OnceLogger())  # another test may have said it
+    net, x = mlp(nn.ELU()), points()
+    with caplog.at_level(logging.WARNING, "natgrad"):
+        ng.pde.laplacian(net, x)
+        ng.pde.laplacian(net, x)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "elu has a second derivative that jumps"
+    ]
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh(), nn.SiLU(), nn.GELU(), nn.Softplus()], ids=lambda m: type(m).__name__)
+def test_forward_mode_inside_of_forward_mode_has_the_derivatives_of_reverse_mode(activation: nn.Module) -> None:
+    net, x = mlp(activation), points()
+
+    def laplacian(point: Tensor) -> Tensor:
+        return ng.pde.laplacian(net, point.unsqueeze(0)).sum()
+
+    forward, reverse = (d(d(laplacian)) for d in (torch.func.jacfwd, torch.func.jacrev))
+    assert reverse(x[0]).abs().max() > 1e-5
+    torch.testing.assert_close(forward(x[0]), reverse(x[0]))
 
 
 class Writes(nn.Module):

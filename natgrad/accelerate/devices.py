@@ -16,6 +16,16 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def in_nested_forward_mode() -> bool:
+    """Whether ``torch.func.jvp`` runs inside of ``torch.func.jvp``.
+
+    There torch takes all that ``Function.jvp`` computes for constant, and a second derivative would silently be zero.
+    """
+    functorch = torch._C._functorch
+    levels = functorch.get_interpreter_stack() or ()
+    return sum(level.key() == functorch.TransformType.Jvp for level in levels) > 1
+
+
 def in_transform() -> bool:
     """Whether a ``torch.func`` transform (vmap, jvp, grad) is active: tensors then have no values to look at."""
     return torch._C._are_functorch_transforms_active()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from natgrad.accelerate.devices import in_nested_forward_mode
 from natgrad.accelerate.dispatch import operations_are_seen
 
 Slopes: TypeAlias = Callable[[Tensor], Iterator[Any]]  # f, f′, f″, None where that is zero, and f‴
@@ -79,8 +80,13 @@ def activated(z: Tensor, shift: Shift, D: Tensor | None, slopes: Slopes, m: int,
 
 
 def is_fused(z: Tensor) -> bool:
-    """Whether to compute h Wᵀ in one function: unless its operations are looked at, or cast to another precision."""
-    return not operations_are_seen() and not torch.is_autocast_enabled(z.device.type)
+    """Whether to compute h Wᵀ in one function.
+
+    Not where its operations are looked at or cast to another precision, nor where it could not be differentiated.
+    """
+    if operations_are_seen() or torch.is_autocast_enabled(z.device.type):
+        return False
+    return not in_nested_forward_mode()
 
 
 def activated_layer(
@@ -92,7 +98,7 @@ def activated_layer(
 
 @final
 class ActivatedLayer(Function):
-    """h Wᵀ with its derivatives in reverse and in forward mode, to any order, and under vmap."""
+    """h Wᵀ with its derivatives: in reverse mode to any order, in forward mode once, and under vmap."""
 
     generate_vmap_rule = True
 

@@ -30,7 +30,7 @@ Status: TypeAlias = Literal["ftol", "xtol", "gtol", "loss", "stalled", "max_step
 _DAMPING = 1e-3  # of the first step, relative to the mean eigenvalue of G that is not zero by counting rows
 _REFUSED = 3  # steps in a row
 _REASONS: dict[str, str] = {
-    "ftol": "the loss fell by less than ftol of itself",
+    "ftol": "the loss changed by less than ftol of itself",
     "xtol": "the step was shorter than xtol of the parameters",
     "gtol": "the gradient is below gtol",
     "loss": "the loss is at most the one that was asked for",
@@ -296,7 +296,7 @@ class LeastSquares:
             return "stalled" if len(recent) == _REFUSED and not any(recent) else None
         if new.length <= xtol * (xtol + self._size()):
             return "xtol"
-        if history and history[-1].accepted and history[-1].loss - new.loss <= ftol * history[-1].loss:
+        if history and history[-1].accepted and abs(history[-1].loss - new.loss) <= ftol * history[-1].loss:
             return "ftol"
         return None
 

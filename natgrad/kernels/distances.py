@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.accelerate.devices import in_transform
+from natgrad.accelerate.devices import in_nested_forward_mode, in_transform
 
 FeatureMap: TypeAlias = Callable[[Any], Tensor]
 _ELEMENTS = 2**22  # in a temporary of differences [n m d]
@@ -60,6 +60,8 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
         raise ValueError(f"points in R^{x.shape[1]} and in R^{y.shape[1]}: a kernel compares points of one dimension")
     if x is y and not torch.is_grad_enabled() and not in_transform():
         return pairwise(x)
+    if in_nested_forward_mode():
+        return (x[:, None] - y).square().sum(-1)
     dtype = torch.promote_types(x.dtype, y.dtype)
     u: Tensor = _SquaredDistances.apply(x.to(dtype), y.to(dtype))  # type: ignore[no-untyped-call]
     return u

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import in_nested_forward_mode
 from natgrad.errors import NonFiniteError
 
 # K_ν(r) in pure torch for every real order ν ≥ 0, scaled so that it neither overflows nor underflows at r = 0:
@@ -138,6 +139,11 @@ def matern(nu: float, u: Tensor) -> Tensor:
     >>> torch.autograd.grad(matern(2.0, u), u)  # −1/(4(ν − 1))
     (tensor([-0.2500]),)
     """
+    if in_nested_forward_mode():
+        raise NotImplementedError(
+            "a Sobolev kernel has one derivative in forward mode: take the other ones in reverse mode, by "
+            "torch.func.jacrev or torch.autograd.grad"
+        )
     value: Tensor = _Derivative.apply(u, nu, 0)  # type: ignore[no-untyped-call]
     return value
 

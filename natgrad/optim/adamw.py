@@ -20,7 +20,7 @@ _BETAS, _EPSILON = (0.9, 0.95), 1e-8
 
 
 def without_metric(
-    model: Model, groups: Iterable[Mapping[str, Any]], fallback: Fallback, *, of_gradients: bool
+    model: Model, groups: Iterable[Mapping[str, Any]], fallback: Fallback, *, of_gradients: bool, polar: bool
 ) -> tuple[list[dict[str, Any]], frozenset[str], frozenset[str]]:
     """The parameter groups without their "fallback", the names of the parameters that AdamW steps, and of those that it
     would step if the metric did not see them.
@@ -28,11 +28,13 @@ def without_metric(
     A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
     the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes or no entry, and the weights of
     embeddings. ``of_gradients``: the metric sees gradients alone. Then it also has parameters with three axes outside
-    of ``nn.Conv1d``: they may be stacks of matrices [e i o], as those of experts.
+    of ``nn.Conv1d``: they may be stacks of matrices [e i o], as those of experts. ``polar``: the steps are polar
+    factors. Then it also has matrices with one row or one column, if there are others: they are vectors, the polar
+    factor of a vector is its direction, and a step of one length never comes to rest.
     """
     embeddings, kernels = _embeddings(model), _kernels(model)
     names = {id(p): name for name, p in model.params.items()}
-    chosen, backed = set[str](), set[str]()
+    chosen, backed, vectors = set[str](), set[str](), set[str]()
     plain: list[dict[str, Any]] = []
     for group in groups:
         check_fallback(group.get("fallback", fallback))
@@ -49,7 +51,10 @@ def without_metric(
                 )
             backed |= {names[id(p)] for p in group["params"]}
             chosen |= {names[id(p)] for p in group["params"] if all_of_it or id(p) in no_matrix}
+            vectors |= {names[id(p)] for p in group["params"] if polar and p.ndim > 1 and p.numel() and _is_vector(p)}
         plain.append({key: value for key, value in group.items() if key != "fallback"})
+    if len(chosen | vectors) < len(model.params):
+        chosen |= vectors
     if len(chosen) == len(model.params):
         raise ValueError(
             'fallback="adamw" leaves no parameter for the metric: use torch.optim.AdamW, or give groups with '
@@ -65,6 +70,11 @@ def check_fallback(fallback: object) -> None:
             f'fallback= of an optimizer or a parameter group is "adamw" or None, got {fallback!r}; a structure for '
             "parameters without a layer rule belongs to the structure, Kronecker(fallback=…)"
         )
+
+
+def _is_vector(p: Tensor) -> bool:
+    """Whether p [o *i] is a matrix with one row or one column."""
+    return min(len(p), p.numel() // len(p)) == 1
 
 
 def _embeddings(model: Model) -> set[int]:

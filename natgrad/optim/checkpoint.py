@@ -172,6 +172,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         tracker.discard()
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
         preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
+        preconditioner.unseen = frozenset() if average is None else average.unseen
         if preconditioner.freshness is not None:
             preconditioner.freshness.load(freshness)
         _seed(tracker.generator, state["generator"].cpu(), state["rank"], tracker.world.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from torch.jit import ScriptModule
 
 from natgrad.accelerate.modules import children_in, parameters_in
 from natgrad.errors import NatgradError
+from natgrad.log import OnceLogger, listed
 from natgrad.model import Model, any_compiled, plain_name
 from natgrad.pullback.layer import Block
 
@@ -32,6 +34,8 @@ class ModelCheck:
         self._owners = [(m, key, p) for m in modules for key, p in parameters_in(m).items() if id(p) in mine]
         # Parameters that no module holds under a key: only ``named_parameters`` of the user's class lists them.
         self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad and id(p) not in mine]
+        self._logger = OnceLogger()
         self._elsewhere = self._was_frozen = False
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
         self._first_seen = [(p, *_kind(p)) for p in model.params.values()]
@@ -75,6 +79,12 @@ class ModelCheck:
         ``trained``: every parameter has a gradient, so it is there and not frozen. ``estimates``: the metric is due, so
         that it matters what the layers compute.
         """
+        if self._frozen and (thawed := [name for name, p in self._frozen if p.requires_grad]):
+            self._logger.log_once(
+                logging.WARNING,
+                "%s was frozen when the optimizer was made, and is trainable now, but not stepped: make a new one",
+                listed(thawed),
+            )
         if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
             self._refuse_cast()
         suspicious = self._elsewhere or self._was_frozen or not trained

@@ -143,7 +143,9 @@ class NaturalGradient(torch.optim.Optimizer):
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
         of_gradients = metric.source == "gradients"
-        given, by_adamw, backed = without_metric(whole, complete(whole, groups), fallback, of_gradients=of_gradients)
+        given, by_adamw, backed = without_metric(
+            whole, complete(whole, groups), fallback, of_gradients=of_gradients, polar=isinstance(step, Polar)
+        )
         super().__init__(given, numbers)
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)

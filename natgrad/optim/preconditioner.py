@@ -52,8 +52,9 @@ class Preconditioner:
         self._device = device
         self._warned = False  # of a factorisation that failed
         self.version = 0  # changes with the memory that the inverse is in
-        # In a step: its number, its metric, and whether the last inverse has been overwritten.
-        self._step, self._overwritten = 0, False
+        self.unseen: frozenset[str] = frozenset()  # parameters that no pass had used when the inverse was made
+        # In a step: its number, its metric, whether the last inverse has been overwritten, and whether a layer is new.
+        self._step, self._overwritten, self._grown = 0, False, False
         self._operator: Operator | None = None
 
     @contextmanager
@@ -69,7 +70,7 @@ class Preconditioner:
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
         if inverse is not None and inverse.remembers:
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used
-        self._overwritten, self._step = False, step
+        self._overwritten, self._step, self._grown = False, step, bool(self.unseen - G.unseen)
         self.outdated |= changed or self.damping != damping
         try:
             self._operator = self._begin(G, damping, changed)
@@ -98,8 +99,12 @@ class Preconditioner:
         return G.informed(self.inverse, self.damping) if new and self.inverse is not None else G
 
     def due(self, damping: Damping) -> bool:
-        """Whether the inverse is made again in this step."""
-        if self.inverse is None or (self.solver.doubtful and self.world.size == 1):
+        """Whether the inverse is made again in this step.
+
+        That of a layer which no pass had used before is zero: where its first gradient comes, the layer would stand
+        still until the schedule says so.
+        """
+        if self.inverse is None or self._grown or (self.solver.doubtful and self.world.size == 1):
             return True
         if not (self.outdated or self.damping != damping):
             return False
@@ -141,6 +146,7 @@ class Preconditioner:
         if self.freshness is not None:
             self.freshness.inverted(G, self._step)
         self.damping, self.outdated = damping, False
+        self.unseen, self._grown = G.unseen, False
         assert self.inverse is not None
         return self.inverse
 

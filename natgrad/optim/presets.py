@@ -304,9 +304,11 @@ def Natural(
     neurons with large gradients, and inputs that are large, do not rule the singular vectors, and steps along them are
     short. With p = ½ the metric is half-way between the identity and G. A kernel [o i *k] is the matrix [o i·k].
 
-    Every matrix steps by the root mean square lr·rms, so ``lr`` is on the scale of AdamW's. Embeddings and parameters
-    with fewer than two axes are stepped by AdamW with the same learning rate, schedule and weight decay. Give it the
-    head of a language model as well: ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
+    Every matrix steps by the root mean square lr·rms, or less where its gradient has a low rank, so ``lr`` is on the
+    scale of AdamW's. Embeddings, vectors (also matrices with one row or one column) and parameters with three axes
+    outside of ``nn.Conv1d`` are stepped by AdamW with the same learning rate, schedule and weight decay, and β =
+    (0.9, 0.95). Give it a wide softmax as well, as the head of a language model:
+    ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
 
     Two numbers need thought: ``lr``, from a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no
     layer rule and no loss is needed.

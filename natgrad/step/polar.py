@@ -39,7 +39,9 @@ class Polar(PlainRule):
 
     ``iteration``: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
     and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the parameters
-    (Amsel et al. 2025). Parameters with fewer than two axes have no polar factor: give them to ``fallback="adamw"``.
+    (Amsel et al. 2025). Parameters with fewer than two axes have no polar factor: give them to ``fallback="adamw"``. It
+    also takes matrices with one row or one column, unless there are no others: their polar factor has one length,
+    however small the gradient is.
 
     >>> Polar()
     Polar(rms=0.2, iteration='muon')

@@ -185,6 +185,14 @@ def test_stopping_rules_are_named() -> None:
     assert (stopped.status, stopped.steps, stopped.success) == ("stopped", 3, False)
 
 
+def test_a_loss_that_rises_has_not_converged() -> None:
+    """Whole Gauss–Newton steps with little damping, far from the minimum."""
+    problem = ng.LeastSquares(poisson(4), network(2, 12, 12, 1), step=ng.Fixed(), damping=1e-10)
+    result = problem.solve(max_steps=4)
+    assert any(after.loss > before.loss for before, after in pairwise(result.history))
+    assert (result.status, result.success) == ("max_steps", False)
+
+
 def test_kronecker_factors_precondition_the_step() -> None:
     net = network(2, 16, 1)
     residuals = ng.Residuals(lambda net, x: net(x) - solution(x), grid(8))

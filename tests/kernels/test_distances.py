@@ -32,6 +32,12 @@ def test_distances_have_first_and_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(squared_distances, (x, y))
 
 
+def test_second_derivatives_in_forward_mode_are_those_of_reverse_mode() -> None:
+    x, y = normal(3, 2), normal(4, 2)
+    forward, reverse = (d(d(lambda x: squared_distances(x, y).sum())) for d in (torch.func.jacfwd, torch.func.jacrev))
+    close(forward(x), reverse(x))
+
+
 def test_derivatives_of_many_points_are_taken_a_few_rows_at_a_time_and_are_the_same() -> None:
     x, y, g = normal(9, 1000).requires_grad_(), normal(1000, 1000, seed=1), normal(9, 1000, seed=2)  # 4 rows together
     (gradient,) = torch.autograd.grad(squared_distances(x, y), x, g)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import special
 
-from natgrad.kernels.matern import log_scaled_bessel
+from natgrad.kernels.matern import log_scaled_bessel, matern
 from tests.pulled import close
 
 RADII = torch.tensor([1e-6, 1e-3, 0.1, 0.7, 1.9, 1.999999, 2.000001, 2.5, 7.0, 31.0, 120.0, 650.0], dtype=torch.float64)
@@ -40,3 +40,9 @@ def test_scaled_bessel_is_finite_in_the_logarithm_where_it_underflows_and_zero_a
     assert log_value.isfinite().all()
     torch.testing.assert_close(log_value[1:], (tail + correction)[1:], rtol=1e-6, atol=0)
     assert log_scaled_bessel(nu, torch.tensor([math.inf])).exp() == 0
+
+
+def test_a_second_derivative_in_forward_mode_is_refused_instead_of_being_zero() -> None:
+    curvature = torch.func.jacfwd(torch.func.jacfwd(lambda u: matern(4.5, u)))
+    with pytest.raises(NotImplementedError, match="one derivative in forward mode: take the other ones in reverse"):
+        curvature(torch.tensor(0.7))

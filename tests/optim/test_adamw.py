@@ -418,6 +418,28 @@ def test_a_weight_without_entries_changes_no_other_step(make: Callable[..., ng.N
     torch.testing.assert_close(model.some.weight, plain.weight, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("make", [ng.Natural, ng.Muon])
+def test_a_matrix_with_one_row_or_one_column_is_a_vector(make: Callable[..., ng.NaturalGradient]) -> None:
+    """Its polar factor is its direction: only AdamW lets it come to rest. Where all are such, they stay matrices."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(8, 1)
+    opt = make(model, lr=0.01, weight_decay=0.1)
+    vectors = [p for p in model.parameters() if p is not model[2].weight]
+    by_hand = [nn.Parameter(p.detach().clone()) for p in vectors]
+    reference = torch.optim.AdamW(by_hand, lr=0.01, betas=BETAS, weight_decay=0.1)
+    for _ in range(3):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        for mine, p in zip(by_hand, vectors, strict=True):
+            assert p.grad is not None
+            mine.grad = p.grad.clone()
+        opt.step()
+        reference.step()
+    for mine, p in zip(by_hand, vectors, strict=True):
+        torch.testing.assert_close(p, mine)
+    assert "weight" not in str(make(nn.Linear(3, 1)).plan()).partition("AdamW steps")[2]
+
+
 class Experts(nn.Module):
     """A convolution over three tokens, and two experts in a stack [e i o]."""
 
@@ -455,7 +477,7 @@ def test_a_stack_of_matrices_is_no_kernel(make: Callable[..., ng.NaturalGradient
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
 def test_a_kernel_that_is_made_from_others_is_one(norm: Callable[..., nn.Module]) -> None:
     model = nn.Sequential(norm(nn.Conv1d(2, 6, 3)), nn.Tanh(), norm(nn.ConvTranspose1d(6, 4, 3)))
-    kernels = [name for name, p in model.named_parameters() if p.ndim == 3]
+    kernels = [name for name, p in model.named_parameters() if p.ndim == 3 and p[0].numel() > 1]
     steps = str(ng.Natural(model).plan()).splitlines()[-1]
     assert kernels
     assert not [name for name in kernels if name in steps]

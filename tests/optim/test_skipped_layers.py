@@ -225,3 +225,34 @@ def test_the_step_is_that_of_a_gradient_of_zero() -> None:
     other.step()
     torch.testing.assert_close(model.head.weight, twin.head.weight)
     assert not torch.equal(model.e[1].weight, twin.e[1].weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", [1, 9, 26])
+def test_a_layer_moves_with_its_first_gradient(first: int) -> None:
+    """Whatever the schedule of the inverses is."""
+    torch.manual_seed(0)
+    early, late, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(16, 4)
+    opt = ng.Natural(nn.ModuleList([early, late]), lr=1e-2, weight_decay=0.0, inverse_every=25)
+    start = late.weight.detach().clone()
+    for step in range(first + 1):
+        assert torch.equal(late.weight, start)
+        opt.zero_grad()
+        loss = early(x).square().mean()
+        (loss + late(x).square().mean() if step == first else loss).backward()
+        opt.step()
+    assert not torch.isclose(late.weight, start).any()
+
+
+def test_a_layer_that_is_trainable_again_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(8, 4)
+    model[0].requires_grad_(False)
+    opt = ng.Natural(model)
+    with caplog.at_level(logging.WARNING, "natgrad"):
+        for _ in range(3):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+            model[0].requires_grad_(True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "0.weight, 0.bias was frozen when the optimizer was made, and is trainable now, but not stepped: make a new one"
+    ]
