@@ -645,7 +645,8 @@ class Observer:
         if tape.operations is not None and layers.bare:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
-        self._log_uncovered(reasons)
+        if len(tape.y) > 1:  # one example alone is not slow
+            self._log_uncovered(reasons)
         metric = self.output_metric.shaped(tape.shapes)
         cotangent = None if batch.cotangent is None else batch.cotangent.detach().reshape(y.shape)
         batch = replace(batch, target=metric.prepared(y, batch.target, cotangent), cotangent=None)
