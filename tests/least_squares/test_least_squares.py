@@ -173,6 +173,25 @@ def test_a_fit_in_a_bent_valley_takes_few_evaluations() -> None:
     assert ng.least_squares(problem.residuals(), problem.starts[0], max_nfev=40).nfev == 40
 
 
+@pytest.mark.parametrize("amplitude", [2.4, 2.42, 2.48, 2.5, 2.52])
+def test_a_settled_fit_does_not_stop_for_trying_the_same_step_again(amplitude: float) -> None:
+    """A model that misses the data, whose Gauss–Newton steps overshoot by about twice their length."""
+    t = torch.linspace(0, 4, 60, dtype=torch.float64)
+    y = 3 * torch.exp(-0.7 * t) + 0.5 + 0.1 * torch.sin(9 * t)
+
+    def fun(x: Tensor) -> Tensor:
+        return amplitude * torch.exp(-x[0] * t) + x[1] - y
+
+    def cost(x: Tensor) -> Tensor:
+        return 0.5 * fun(x).square().sum()
+
+    fit = ng.least_squares(fun, [0.7, 0.5])
+    x = fit.x
+    for _ in range(20):
+        x = x - torch.linalg.solve(torch.func.hessian(cost)(x), torch.func.grad(cost)(x))
+    assert float(((fit.x - x) / fit.standard_errors).abs().max()) < 1e-6
+
+
 @pytest.mark.parametrize("loss", ["linear", "soft_l1", "huber", "cauchy", "arctan"])
 @pytest.mark.parametrize("bounds", [None, ([2.5, 0.8], [4.0, 2.0]), ([-math.inf, 0.75], [2.9, math.inf])])
 def test_losses_and_bounds_have_the_minima_of_scipy(loss: str, bounds: Any) -> None:
