@@ -289,6 +289,19 @@ def test_the_solutions_of_a_batch_are_differentiable() -> None:
     assert torch.autograd.gradcheck(solution, (data,), atol=1e-6)
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_second_derivatives_of_the_solution_are_refused(batch: bool) -> None:
+    y = (torch.stack([DATA, 2 * DATA]) if batch else DATA).clone().requires_grad_()
+    fun = lambda x, y: decay(x, TIMES, y)  # noqa: E731
+    x = ng.least_squares(fun, ones(2, 2) if batch else ones(2), (y,), batch=batch).x
+    (plain,) = torch.autograd.grad(x.sum(), y, retain_graph=True)
+    (gradient,) = torch.autograd.grad(x.sum(), y, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), plain)
+    for loss in (gradient.square().sum(), gradient.sum() + y.square().sum()):
+        with pytest.raises(RuntimeError, match="first derivatives with respect to args, and no second ones"):
+            torch.autograd.grad(loss, y, retain_graph=True)
+
+
 def test_a_minimum_that_is_not_isolated_has_no_derivative() -> None:
     y = DATA.clone().requires_grad_()
     with pytest.raises(SingularMetricError, match="singular or indefinite, so that x has no derivative"):
