@@ -147,9 +147,12 @@ def _checked(x0: Any, batch: bool) -> Unknowns:
     if isinstance(x0, Mapping):
         if not x0:
             raise ValueError("x0 holds no unknowns")
-        tensors = {name: torch.as_tensor(p) for name, p in x0.items()}
+        given = dict(x0)
     else:
-        tensors = {"x0": x0 if isinstance(x0, Tensor) else torch.as_tensor(x0, dtype=torch.float64)}
+        given = {"x0": x0}
+    tensors = {
+        name: p if isinstance(p, Tensor) else torch.as_tensor(p, dtype=torch.float64) for name, p in given.items()
+    }
     for name, p in tensors.items():
         if p.is_complex():
             raise TypeError(f"{name} is complex: fit its real and imaginary part (torch.view_as_real)")

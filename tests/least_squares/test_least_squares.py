@@ -370,6 +370,9 @@ def test_single_precision_is_said_once_with_what_is_reached(caplog: pytest.LogCa
 def test_numbers_are_unknowns_in_double_precision() -> None:
     fit = ng.least_squares(decay, [1, 1], (TIMES, DATA))
     assert fit.x.dtype == torch.float64
+    named = ng.least_squares(lambda p: decay([p["a"], p["b"][0]], TIMES, DATA), {"a": 1.0, "b": [1.0]})  # type: ignore[arg-type,dict-item]
+    assert {p.dtype for p in named.x.values()} == {torch.float64}
+    torch.testing.assert_close(torch.stack([named.x["a"], named.x["b"][0]]), fit.x)
 
 
 def test_a_fit_leaves_gradients_and_the_random_stream_alone() -> None:
