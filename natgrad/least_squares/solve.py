@@ -136,6 +136,13 @@ def _refuse(residuals: ResidualFunction, fits: Fits, J: Tensor) -> None:
             f"{bad} of {fits.f.numel()} residuals at x0 are NaN or infinite: start where fun is finite"
         )
     columns = (~J[0].isfinite()).any(0).nonzero().squeeze(-1).tolist()
+    if not columns:  # what is not finite was computed from them
+        raise NonFiniteError(
+            f"the cost, or its model, overflows at x = {fits.x[0].tolist()}: there are residuals up to "
+            f"{float(fits.f.abs().max()):.1e} and derivatives up to {float(J.abs().max()):.1e}, and the sum of their "
+            f"squares is not finite in {str(J.dtype).removeprefix('torch.')}; divide the residuals by their size, or "
+            "start where they are smaller"
+        )
     raise NonFiniteError(
         f"the Jacobian of the residuals is NaN or infinite at x = {fits.x[0].tolist()}, in the unknowns {columns}: fun "
         "is not differentiable there (√ or |·| at 0, or overflow)"

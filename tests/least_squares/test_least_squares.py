@@ -401,6 +401,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         r"Jacobian of the residuals is NaN or infinite .* in the unknowns \[0\]",
         lambda: ng.least_squares(lambda x: torch.stack([x[0].sqrt(), x[1]]) - 1, torch.tensor([0.0, 1.0]).double()),
     ),
+    "overflow of the cost": (
+        NonFiniteError,
+        r"the cost, or its model, overflows at x = \[100.0\]: there are residuals up to 5.2e\+173 .* divide the residuals",
+        lambda: ng.least_squares(lambda x: torch.exp(x[0] * TIMES), [100.0]),
+    ),
     "args": (TypeError, r"args must be a tuple .* write \(data,\)", lambda: ng.least_squares(decay, ones(2), TIMES)),  # type: ignore[arg-type]
     "loss": (ValueError, "loss is one of 'linear', 'soft_l1'", lambda: ng.least_squares(decay, ones(2), loss="l1")),
     "f_scale": (ValueError, "f_scale must be positive", lambda: ng.least_squares(decay, ones(2), f_scale=0.0)),
