@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -252,7 +253,10 @@ def _tolerance(value: float | None, name: str, eps: float) -> float:
     return max(value, 2 * eps)
 
 
-def _count(max_nfev: int) -> int:
+def _count(max_nfev: Any) -> int:
+    if not hasattr(max_nfev, "__index__"):
+        raise TypeError(f"max_nfev must be an integer, got {max_nfev!r}")
+    max_nfev = index(max_nfev)
     if max_nfev < 1:
         raise ValueError(f"max_nfev must be at least 1, got {max_nfev}")
     return max_nfev

@@ -417,6 +417,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "negative": (ValueError, r"ftol must be a number in \[0, 1\)", lambda: ng.least_squares(decay, ones(2), ftol=-1.0)),
     "max_nfev": (ValueError, "max_nfev must be at least 1", lambda: ng.least_squares(decay, ones(2), max_nfev=0)),
+    "whole max_nfev": (
+        TypeError,
+        "max_nfev must be an integer, got 2.5",
+        lambda: ng.least_squares(decay, ones(2), max_nfev=2.5),  # type: ignore[arg-type]
+    ),
     "outside": (
         ValueError,
         r"x0 is outside of the bounds in the unknowns \[1\]",
