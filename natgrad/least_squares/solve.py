@@ -71,6 +71,7 @@ def least_squares(
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple of further arguments of fun, got {type(args).__name__}: write (data,)")
     unknowns = _checked(x0, batch)
+    args = _as_tensors(args, next(iter(unknowns.values())) if isinstance(unknowns, Mapping) else unknowns)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     residuals = ResidualFunction(fun, unknowns, held, batch)
     x = residuals.flatten(unknowns)
@@ -181,6 +182,18 @@ def _checked(x0: Any, batch: bool) -> Unknowns:
         if not bool(p.isfinite().all()):
             raise NonFiniteError(f"{name} holds NaN or infinity: there is nothing to start from")
     return whole if isinstance(x0, Mapping) else whole["x0"]
+
+
+def _as_tensors(args: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
+    """Arrays of real numbers as tensors; what else there is, fun may need as it is."""
+
+    def tensor(a: Any) -> Any:
+        if isinstance(a, (Tensor, float)) or getattr(getattr(a, "dtype", None), "kind", None) != "f":
+            return a
+        # A copy, in the order of bytes of this machine: torch does not read every array
+        return torch.as_tensor(a.__array__().astype("float64"), dtype=like.dtype, device=like.device)
+
+    return tuple(tensor(a) if hasattr(a, "__array__") else a for a in args)
 
 
 def _check_args(args: tuple[Any, ...], count: int) -> None:
