@@ -79,6 +79,55 @@ def test_residuals_that_depend_on_nothing_have_nothing_to_fit() -> None:
     assert fit.x.tolist() == [1.0, 1.0]
 
 
+CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing of x": lambda x: DATA,
+    "item": lambda x: x[0].item() * TIMES - DATA,
+    "float": lambda x: math.exp(x[0]) * TIMES - DATA,
+    "detach": lambda x: x.detach()[0] * TIMES - DATA,
+    "many residuals": lambda x: x.detach()[0] * torch.arange(600, dtype=torch.float64),
+    "a new tensor": lambda x: torch.tensor([x[0] - 1, x[1] - 2], dtype=torch.float64),
+    "by way of NumPy": lambda x: torch.from_numpy(np.exp(x.detach().numpy())),
+    "no_grad": torch.no_grad()(lambda x: x[0] * TIMES - DATA),
+}
+
+
+@pytest.mark.parametrize("name", list(CONSTANT))
+def test_residuals_that_hide_the_unknowns_are_refused(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of conversions
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"do not depend on the unknowns: .* by torch operations, without"):
+                ng.least_squares(CONSTANT[name], ones(2))
+    with torch.no_grad(), pytest.raises(ValueError, match="do not depend on the unknowns"):
+        ng.least_squares(lambda x: x.detach(), ones(3, 2), batch=True)
+
+
+def test_a_stationary_start_is_not_a_function_that_hides_its_unknowns() -> None:
+    for fun in (lambda x: x**2 + 1, lambda x: torch.cat([x**2, x.norm(p=4)[None] ** 4]).cumsum(0)):
+        with torch.no_grad():
+            fit = ng.least_squares(fun, torch.zeros(2, dtype=torch.float64))
+        assert fit.x.tolist() == [0.0, 0.0]
+        assert fit.rank == 0
+
+
+def test_unknowns_that_change_nothing_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fun(p: dict[str, Tensor]) -> Tensor:
+        return p["a"][1, 0] * TIMES + p["b"].detach() - DATA
+
+    x0 = {"a": ones(2, 1), "b": torch.tensor(0.5, dtype=torch.float64)}
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        for _ in range(2):
+            ng.least_squares(fun, x0)
+            ng.least_squares(lambda x: x[0].item() * TIMES + x[1], ones(2))
+        for _ in range(2):
+            ng.least_squares(decay, ones(2), (TIMES, DATA))
+    first, *others = [r.getMessage() for r in caplog.records]
+    assert first.startswith(
+        "least_squares: a[0, 0], b do not change the residuals: the derivative at x0 is exactly zero"
+    )
+    assert [text.split(":")[1] for text in others] == [" x[0] does not change the residuals"]
+
+
 def test_the_result_has_what_scipy_has() -> None:
     fit = ng.least_squares(decay, ones(2), (TIMES, DATA))
     beside = scipy.optimize.least_squares(
@@ -426,6 +475,21 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         NonFiniteError,
         r"the cost, or its model, overflows at x = .*100.0.: there are residuals up to 5.2e\+173 .* divide",
         lambda: ng.least_squares(lambda x: torch.exp(x[0] * TIMES), [100.0]),
+    ),
+    "NumPy": (
+        TypeError,
+        "must use torch functions",
+        lambda: ng.least_squares(lambda x: torch.from_numpy(np.exp(x.numpy())), ones(2)),
+    ),
+    "NumPy in a batch": (
+        TypeError,
+        "must use torch functions .* turn arrays into tensors",
+        lambda: ng.least_squares(lambda x: x.numpy()[0] * x, ones(3, 2), batch=True),
+    ),
+    "a branch in a batch": (
+        TypeError,
+        "mapped over all fits at once, .* write it with torch.where",
+        lambda: ng.least_squares(lambda x: x if x[0] > 0 else 2 * x, ones(3, 2), batch=True),
     ),
     "args": (TypeError, r"args must be a tuple .* write \(data,\)", lambda: ng.least_squares(decay, ones(2), TIMES)),  # type: ignore[arg-type]
     "loss": (ValueError, "loss is one of 'linear', 'soft_l1'", lambda: ng.least_squares(decay, ones(2), loss="l1")),
