@@ -58,7 +58,7 @@ def least_squares(
     axis; ``fun`` is written for one fit, and mapped over them by ``torch.vmap``.
 
     If a tensor in ``args`` requires a gradient, ``result.x`` is a differentiable function of it (the implicit function
-    theorem, with the exact Hessian).
+    theorem, with the exact Hessian), with first derivatives only. Arrays of floats in ``args`` become tensors.
 
     >>> t = torch.linspace(0, 4, 9, dtype=torch.float64)
     >>> y = 3 * torch.exp(-0.7 * t)
@@ -185,7 +185,7 @@ def _checked(x0: Any, batch: bool) -> Unknowns:
 
 
 def _as_tensors(args: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
-    """Arrays of real numbers as tensors; what else there is, fun may need as it is."""
+    """Arrays of floats as tensors; what else there is, fun may need as it is."""
 
     def tensor(a: Any) -> Any:
         if isinstance(a, (Tensor, float)) or getattr(getattr(a, "dtype", None), "kind", None) != "f":
