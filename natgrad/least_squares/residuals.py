@@ -175,25 +175,25 @@ class ResidualFunction:
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
         few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * _IN_CACHE
-        known = key in memory
-        methods = [memory[key]] if known else list(Differentiation)[0 if few else 2 :]
+        is_new = key not in memory
+        methods = list(Differentiation)[0 if few else 2 :] if is_new else [memory[key]]
         for method in methods:
             self._method = method
             try:
-                if method is Differentiation.GENERAL and not known:
+                if method is Differentiation.GENERAL and is_new:
                     self._refuse_constant(x)
                 with warnings.catch_warnings():
                     if method is not Differentiation.GENERAL:  # fun was not written for what is tried
                         warnings.simplefilter("ignore")
                     J = self.jacobian(x, r)
-                tested = known or method is Differentiation.GENERAL
+                tested = not is_new or method is Differentiation.GENERAL
                 right = tested or (J.shape[:-1] == r.shape and self._agrees(x, r, J))
             except Exception:
                 if method is Differentiation.GENERAL:
                     raise
                 right = False  # fun was not written for this, and may fail in any way
             if right:
-                if not known and not self.batch:
+                if is_new and not self.batch:
                     self._say_unused(J)
                 memory[key] = method
                 if _can_be_known(self.fun) and bool(r.isfinite().all()):
