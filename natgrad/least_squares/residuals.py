@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from enum import Enum
+from itertools import product
 from types import FunctionType
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from natgrad.log import OnceLogger, listed
 
 Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
@@ -104,9 +108,15 @@ class ResidualFunction:
         """r [b m]."""
         if self._method is Differentiation.COPIES:
             return self._with_copies(x)[0].detach().reshape(x.shape[0], -1)
-        r = self._call(self._named(x if self.batch else x.squeeze(0)))
+        unknowns = self._named(x if self.batch else x.squeeze(0))
         if self.shape is None:
+            try:
+                r = self._call(unknowns)
+            except RuntimeError as error:
+                raise _explained(error) from error
             self.shape = self._checked(r, x)
+        else:
+            r = self._call(unknowns)
         return r.detach().reshape(x.shape[0], -1)
 
     def _checked(self, r: Any, x: Tensor) -> torch.Size:
@@ -165,27 +175,74 @@ class ResidualFunction:
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
         few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * _IN_CACHE
-        methods = [memory[key]] if key in memory else list(Differentiation)[0 if few else 2 :]
+        is_new = key not in memory
+        methods = list(Differentiation)[0 if few else 2 :] if is_new else [memory[key]]
         for method in methods:
             self._method = method
             try:
+                if method is Differentiation.GENERAL and is_new:
+                    self._refuse_constant(x)
                 with warnings.catch_warnings():
                     if method is not Differentiation.GENERAL:  # fun was not written for what is tried
                         warnings.simplefilter("ignore")
                     J = self.jacobian(x, r)
-                tested = key in memory or method is Differentiation.GENERAL
+                tested = not is_new or method is Differentiation.GENERAL
                 right = tested or (J.shape[:-1] == r.shape and self._agrees(x, r, J))
             except Exception:
                 if method is Differentiation.GENERAL:
                     raise
                 right = False  # fun was not written for this, and may fail in any way
             if right:
+                if is_new and not self.batch:
+                    self._say_unused(J)
                 memory[key] = method
                 if _can_be_known(self.fun) and bool(r.isfinite().all()):
                     _WAYS[self.fun] = memory
                 return J
         self._method = Differentiation.GENERAL
         return self.jacobian(x, r)
+
+    def _refuse_constant(self, x: Tensor) -> None:
+        """Residuals without a graph to the unknowns have the Jacobian zero, and a fit would end where it starts."""
+        if torch.is_inference_mode_enabled():
+            return  # there are no graphs
+        try:
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                leaf = x.detach().clone().requires_grad_()
+                inside = leaf.clone()  # into which fun may write
+                r = self._call(self._named(inside if self.batch else inside.squeeze(0)))
+                used = r.requires_grad and torch.autograd.grad(r.sum(), leaf, allow_unused=True)[0] is not None
+        except RuntimeError as error:
+            explained = _explained(error)
+            if explained is not error:
+                raise explained from error
+            return  # what else fails here, may work in the way in which J is computed, or fails there again
+        if not used:
+            raise ValueError(
+                "the residuals do not depend on the unknowns: what fun returns has no graph that leads to x; compute "
+                "it from x by torch operations, without .item(), float(), .detach(), torch.tensor, .numpy() or no_grad"
+            )
+
+    def _say_unused(self, J: Tensor) -> None:
+        """Name the unknowns with columns of zeros, which may be meant, or come from .item() or .detach() in ``fun``."""
+        unused = (J[0] == 0).all(0)
+        if not bool(unused.any()):
+            return
+        tensors = self.like.items() if isinstance(self.like, Mapping) else [("x", self.like)]
+        names = [
+            name + (f"[{', '.join(map(str, place))}]" if p.ndim else "")
+            for name, p in tensors
+            for place in product(*map(range, p.shape))
+        ]
+        missing = [name for name, is_unused in zip(names, unused.tolist(), strict=True) if is_unused]
+        # Once for what is written once, though a lambda in a loop is a new function each time
+        OnceLogger.of(getattr(self.fun, "__code__", ResidualFunction)).log_once(
+            logging.WARNING,
+            "least_squares: %s not change the residuals: the derivative at x0 is exactly zero, and stays so where fun "
+            "reads an unknown by .item(), float() or .detach()",
+            f"{listed(missing)} {'does' if len(missing) == 1 else 'do'}",
+        )
 
     def confirm(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
         """Whether r and J are those of ``fun`` here; if not, they will come in the general way.
@@ -284,3 +341,19 @@ class ResidualFunction:
 def _can_be_known(fun: Any) -> bool:
     """Whether it can be a key of a weak dictionary; a bound method dies with the call."""
     return isinstance(fun, FunctionType)
+
+
+def _explained(error: RuntimeError) -> Exception:
+    """An error of torch in words of this library, if it is about what ``fun`` must not do."""
+    text = str(error)
+    if "numpy()" in text or "data pointer of Tensor that doesn't have storage" in text:
+        return TypeError(
+            "fun must use torch functions and tensors, and a NumPy function or array meets the unknowns in it: write "
+            "torch.exp for np.exp, and turn arrays into tensors by torch.as_tensor"
+        )
+    if text.startswith("vmap:"):
+        return TypeError(
+            "with batch=True fun is mapped over all fits at once, and must not ask for values of its tensors (if, "
+            f"while, .item(), float(), indices by a mask): write it with torch.where; torch says: {text.split('. ')[0]}"
+        )
+    return error

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def least_squares(
     axis; ``fun`` is written for one fit, and mapped over them by ``torch.vmap``.
 
     If a tensor in ``args`` requires a gradient, ``result.x`` is a differentiable function of it (the implicit function
-    theorem, with the exact Hessian).
+    theorem, with the exact Hessian), with first derivatives only. Arrays of floats in ``args`` become tensors.
 
     >>> t = torch.linspace(0, 4, 9, dtype=torch.float64)
     >>> y = 3 * torch.exp(-0.7 * t)
@@ -70,6 +71,7 @@ def least_squares(
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple of further arguments of fun, got {type(args).__name__}: write (data,)")
     unknowns = _checked(x0, batch)
+    args = _as_tensors(args, next(iter(unknowns.values())) if isinstance(unknowns, Mapping) else unknowns)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     residuals = ResidualFunction(fun, unknowns, held, batch)
     x = residuals.flatten(unknowns)
@@ -136,6 +138,13 @@ def _refuse(residuals: ResidualFunction, fits: Fits, J: Tensor) -> None:
             f"{bad} of {fits.f.numel()} residuals at x0 are NaN or infinite: start where fun is finite"
         )
     columns = (~J[0].isfinite()).any(0).nonzero().squeeze(-1).tolist()
+    if not columns:  # what is not finite was computed from them
+        raise NonFiniteError(
+            f"the cost, or its model, overflows at x = {fits.x[0].tolist()}: there are residuals up to "
+            f"{float(fits.f.abs().max()):.1e} and derivatives up to {float(J.abs().max()):.1e}, and the sum of their "
+            f"squares is not finite in {str(J.dtype).removeprefix('torch.')}; divide the residuals by their size, or "
+            "start where they are smaller"
+        )
     raise NonFiniteError(
         f"the Jacobian of the residuals is NaN or infinite at x = {fits.x[0].tolist()}, in the unknowns {columns}: fun "
         "is not differentiable there (√ or |·| at 0, or overflow)"
@@ -147,9 +156,12 @@ def _checked(x0: Any, batch: bool) -> Unknowns:
     if isinstance(x0, Mapping):
         if not x0:
             raise ValueError("x0 holds no unknowns")
-        tensors = {name: torch.as_tensor(p) for name, p in x0.items()}
+        given = dict(x0)
     else:
-        tensors = {"x0": x0 if isinstance(x0, Tensor) else torch.as_tensor(x0, dtype=torch.float64)}
+        given = {"x0": x0}
+    tensors = {
+        name: p if isinstance(p, Tensor) else torch.as_tensor(p, dtype=torch.float64) for name, p in given.items()
+    }
     for name, p in tensors.items():
         if p.is_complex():
             raise TypeError(f"{name} is complex: fit its real and imaginary part (torch.view_as_real)")
@@ -170,6 +182,18 @@ def _checked(x0: Any, batch: bool) -> Unknowns:
         if not bool(p.isfinite().all()):
             raise NonFiniteError(f"{name} holds NaN or infinity: there is nothing to start from")
     return whole if isinstance(x0, Mapping) else whole["x0"]
+
+
+def _as_tensors(args: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
+    """Arrays of floats as tensors; what else there is, fun may need as it is."""
+
+    def tensor(a: Any) -> Any:
+        if isinstance(a, (Tensor, float)) or getattr(getattr(a, "dtype", None), "kind", None) != "f":
+            return a
+        # A copy, in the order of bytes of this machine: torch does not read every array
+        return torch.as_tensor(a.__array__().astype("float64"), dtype=like.dtype, device=like.device)
+
+    return tuple(tensor(a) if hasattr(a, "__array__") else a for a in args)
 
 
 def _check_args(args: tuple[Any, ...], count: int) -> None:
@@ -242,7 +266,10 @@ def _tolerance(value: float | None, name: str, eps: float) -> float:
     return max(value, 2 * eps)
 
 
-def _count(max_nfev: int) -> int:
+def _count(max_nfev: Any) -> int:
+    if not hasattr(max_nfev, "__index__"):
+        raise TypeError(f"max_nfev must be an integer, got {max_nfev!r}")
+    max_nfev = index(max_nfev)
     if max_nfev < 1:
         raise ValueError(f"max_nfev must be at least 1, got {max_nfev}")
     return max_nfev

@@ -225,7 +225,9 @@ def _step(
     radius = least(fits.radius, norm) if first else fits.radius
     noise = taken & (predicted <= rounding)  # a ratio of rounding errors is no reason for a smaller region
     poor, good = (ratio <= 0.25) & negated(noise), (ratio >= 0.75) | (fits.λ == 0)
-    fits.radius = select(poor, shrink * least(radius, 10 * norm), select(good, 2 * norm, radius))
+    # A settled fit has no patience for the same step again, which a region that still holds it would lead to
+    reach = least(radius, select(refused, norm, 10 * norm))
+    fits.radius = select(poor, shrink * reach, select(good, 2 * norm, radius))
     fits.λ = select(poor, fits.λ / shrink, select(good, 0.5 * fits.λ, fits.λ))
     if not anywhere(taken):
         return False

@@ -79,6 +79,55 @@ def test_residuals_that_depend_on_nothing_have_nothing_to_fit() -> None:
     assert fit.x.tolist() == [1.0, 1.0]
 
 
+CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing of x": lambda x: DATA,
+    "item": lambda x: x[0].item() * TIMES - DATA,
+    "float": lambda x: math.exp(x[0]) * TIMES - DATA,
+    "detach": lambda x: x.detach()[0] * TIMES - DATA,
+    "many residuals": lambda x: x.detach()[0] * torch.arange(600, dtype=torch.float64),
+    "a new tensor": lambda x: torch.tensor([x[0] - 1, x[1] - 2], dtype=torch.float64),
+    "by way of NumPy": lambda x: torch.from_numpy(np.exp(x.detach().numpy())),
+    "no_grad": torch.no_grad()(lambda x: x[0] * TIMES - DATA),
+}
+
+
+@pytest.mark.parametrize("name", list(CONSTANT))
+def test_residuals_that_hide_the_unknowns_are_refused(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of conversions
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"do not depend on the unknowns: .* by torch operations, without"):
+                ng.least_squares(CONSTANT[name], ones(2))
+    with torch.no_grad(), pytest.raises(ValueError, match="do not depend on the unknowns"):
+        ng.least_squares(lambda x: x.detach(), ones(3, 2), batch=True)
+
+
+def test_a_stationary_start_is_not_a_function_that_hides_its_unknowns() -> None:
+    for fun in (lambda x: x**2 + 1, lambda x: torch.cat([x**2, x.norm(p=4)[None] ** 4]).cumsum(0)):
+        with torch.no_grad():
+            fit = ng.least_squares(fun, torch.zeros(2, dtype=torch.float64))
+        assert fit.x.tolist() == [0.0, 0.0]
+        assert fit.rank == 0
+
+
+def test_unknowns_that_change_nothing_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fun(p: dict[str, Tensor]) -> Tensor:
+        return p["a"][1, 0] * TIMES + p["b"].detach() - DATA
+
+    x0 = {"a": ones(2, 1), "b": torch.tensor(0.5, dtype=torch.float64)}
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        for _ in range(2):
+            ng.least_squares(fun, x0)
+            ng.least_squares(lambda x: x[0].item() * TIMES + x[1], ones(2))
+        for _ in range(2):
+            ng.least_squares(decay, ones(2), (TIMES, DATA))
+    first, *others = [r.getMessage() for r in caplog.records]
+    assert first.startswith(
+        "least_squares: a[0, 0], b do not change the residuals: the derivative at x0 is exactly zero"
+    )
+    assert [text.split(":")[1] for text in others] == [" x[0] does not change the residuals"]
+
+
 def test_the_result_has_what_scipy_has() -> None:
     fit = ng.least_squares(decay, ones(2), (TIMES, DATA))
     beside = scipy.optimize.least_squares(
@@ -171,6 +220,25 @@ def test_a_fit_in_a_bent_valley_takes_few_evaluations() -> None:
     fit = ng.least_squares(problem.residuals(), torch.tensor(problem.starts[0], dtype=torch.float64))
     assert fit.nfev < 250
     assert ng.least_squares(problem.residuals(), problem.starts[0], max_nfev=40).nfev == 40
+
+
+@pytest.mark.parametrize("amplitude", [2.4, 2.42, 2.48, 2.5, 2.52])
+def test_a_settled_fit_does_not_stop_for_trying_the_same_step_again(amplitude: float) -> None:
+    """A model that misses the data, whose Gauss–Newton steps overshoot by about twice their length."""
+    t = torch.linspace(0, 4, 60, dtype=torch.float64)
+    y = 3 * torch.exp(-0.7 * t) + 0.5 + 0.1 * torch.sin(9 * t)
+
+    def fun(x: Tensor) -> Tensor:
+        return amplitude * torch.exp(-x[0] * t) + x[1] - y
+
+    def cost(x: Tensor) -> Tensor:
+        return 0.5 * fun(x).square().sum()
+
+    fit = ng.least_squares(fun, [0.7, 0.5])
+    x = fit.x
+    for _ in range(20):
+        x = x - torch.linalg.solve(torch.func.hessian(cost)(x), torch.func.grad(cost)(x))
+    assert float(((fit.x - x) / fit.standard_errors).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("loss", ["linear", "soft_l1", "huber", "cauchy", "arctan"])
@@ -270,6 +338,19 @@ def test_the_solutions_of_a_batch_are_differentiable() -> None:
     assert torch.autograd.gradcheck(solution, (data,), atol=1e-6)
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_second_derivatives_of_the_solution_are_refused(batch: bool) -> None:
+    y = (torch.stack([DATA, 2 * DATA]) if batch else DATA).clone().requires_grad_()
+    fun = lambda x, y: decay(x, TIMES, y)  # noqa: E731
+    x = ng.least_squares(fun, ones(2, 2) if batch else ones(2), (y,), batch=batch).x
+    (plain,) = torch.autograd.grad(x.sum(), y, retain_graph=True)
+    (gradient,) = torch.autograd.grad(x.sum(), y, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), plain)
+    for loss in (gradient.square().sum(), gradient.sum() + y.square().sum()):
+        with pytest.raises(RuntimeError, match="first derivatives with respect to args, and no second ones"):
+            torch.autograd.grad(loss, y, retain_graph=True)
+
+
 def test_a_minimum_that_is_not_isolated_has_no_derivative() -> None:
     y = DATA.clone().requires_grad_()
     with pytest.raises(SingularMetricError, match="singular or indefinite, so that x has no derivative"):
@@ -338,6 +419,30 @@ def test_single_precision_is_said_once_with_what_is_reached(caplog: pytest.LogCa
 def test_numbers_are_unknowns_in_double_precision() -> None:
     fit = ng.least_squares(decay, [1, 1], (TIMES, DATA))
     assert fit.x.dtype == torch.float64
+    named = ng.least_squares(lambda p: decay([p["a"], p["b"][0]], TIMES, DATA), {"a": 1.0, "b": [1.0]})  # type: ignore[arg-type,dict-item]
+    assert {p.dtype for p in named.x.values()} == {torch.float64}
+    torch.testing.assert_close(torch.stack([named.x["a"], named.x["b"][0]]), fit.x)
+
+
+def test_arrays_in_args_are_tensors_in_fun() -> None:
+    t, y = TIMES.numpy(), DATA.numpy()
+    expected = ng.least_squares(decay, ones(2), (TIMES, DATA)).x
+    reversed_twice = np.ascontiguousarray(y[::-1])[::-1]  # torch does not read negative strides
+    for arrays in ((t, y), (t.astype(">f8"), reversed_twice)):
+        assert torch.equal(ng.least_squares(decay, ones(2), arrays).x, expected)
+    seen: list[Any] = []
+
+    def fun(x: Tensor, t: Tensor, order: Any, count: Any) -> Tensor:
+        seen[:] = [t, order, count]
+        return x[0] * t - 1
+
+    order = np.arange(3)
+    ng.least_squares(fun, torch.ones(1), (t, order, 2.0))
+    assert seen[0].dtype == torch.float32
+    assert seen[1] is order
+    assert seen[2] == 2.0
+    many = ng.least_squares(lambda x, y: decay(x, TIMES, y), ones(2, 2), (np.stack([y, y]),), batch=True)
+    torch.testing.assert_close(many.x[1], expected)
 
 
 def test_a_fit_leaves_gradients_and_the_random_stream_alone() -> None:
@@ -366,6 +471,26 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         r"Jacobian of the residuals is NaN or infinite .* in the unknowns \[0\]",
         lambda: ng.least_squares(lambda x: torch.stack([x[0].sqrt(), x[1]]) - 1, torch.tensor([0.0, 1.0]).double()),
     ),
+    "overflow of the cost": (
+        NonFiniteError,
+        r"the cost, or its model, overflows at x = .*100.0.: there are residuals up to 5.2e\+173 .* divide",
+        lambda: ng.least_squares(lambda x: torch.exp(x[0] * TIMES), [100.0]),
+    ),
+    "NumPy": (
+        TypeError,
+        "must use torch functions",
+        lambda: ng.least_squares(lambda x: torch.from_numpy(np.exp(x.numpy())), ones(2)),
+    ),
+    "NumPy in a batch": (
+        TypeError,
+        "must use torch functions .* turn arrays into tensors",
+        lambda: ng.least_squares(lambda x: x.numpy()[0] * x, ones(3, 2), batch=True),
+    ),
+    "a branch in a batch": (
+        TypeError,
+        "mapped over all fits at once, .* write it with torch.where",
+        lambda: ng.least_squares(lambda x: x if x[0] > 0 else 2 * x, ones(3, 2), batch=True),
+    ),
     "args": (TypeError, r"args must be a tuple .* write \(data,\)", lambda: ng.least_squares(decay, ones(2), TIMES)),  # type: ignore[arg-type]
     "loss": (ValueError, "loss is one of 'linear', 'soft_l1'", lambda: ng.least_squares(decay, ones(2), loss="l1")),
     "f_scale": (ValueError, "f_scale must be positive", lambda: ng.least_squares(decay, ones(2), f_scale=0.0)),
@@ -377,6 +502,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "negative": (ValueError, r"ftol must be a number in \[0, 1\)", lambda: ng.least_squares(decay, ones(2), ftol=-1.0)),
     "max_nfev": (ValueError, "max_nfev must be at least 1", lambda: ng.least_squares(decay, ones(2), max_nfev=0)),
+    "whole max_nfev": (
+        TypeError,
+        "max_nfev must be an integer, got 2.5",
+        lambda: ng.least_squares(decay, ones(2), max_nfev=2.5),  # type: ignore[arg-type]
+    ),
     "outside": (
         ValueError,
         r"x0 is outside of the bounds in the unknowns \[1\]",
