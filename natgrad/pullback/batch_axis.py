@@ -404,7 +404,7 @@ def _origin(model: Model, x: Inputs) -> str:
     if not all(bool(torch.isfinite(t).all()) for t in tensors_of(x) if t.is_floating_point()):
         return "the inputs hold NaN or infinity: clean the batch"
     first = _first_module(model, x)
-    return f"the first layer with NaN or infinity is {first}: start elsewhere, lower the learning rate or raise the damping"
+    return f"the first layer with NaN or infinity is {first}: start elsewhere, lower the learning rate or raise damping"
 
 
 def _first_module(model: Model, x: Inputs) -> str:
