@@ -18,7 +18,6 @@ presets   the optimizers of docs/optimizers.md: training steps over fused AdamW'
 sobolev   Sobolev K-FAC steps over K-FAC steps
 memory    peak memory of a training step that refreshes everything, less the factors and inverses, over SGD's
 resnet18  ResNet-18 at full width: the first K-FAC step, a step with new factors and a plain step, over AdamW's
-kinds     K-FAC steps one by one, over AdamW's: plain, with new factors, with new inverses; the host waits after each
 """
 
 from __future__ import annotations
@@ -468,52 +467,27 @@ def _sgd(problem: Problem) -> Optimizer:
     return sgd
 
 
-FIRST, PLAIN = "natgrad K-FAC, first step", "natgrad K-FAC, plain step"
-NEW_FACTORS, NEW_INVERSES = "natgrad K-FAC, new factors", "natgrad K-FAC, new inverses"
-
-
-def one_by_one(report: Report, problem: Problem, section: str, kinds: Callable[[int], str | None], steps: int) -> Race:
-    """Every step of K-FAC, 10 & 100, timed beside a step of AdamW, a row for each kind; a kind of None is not counted.
-
-    The kind of a step is a function of its number. New networks are trained ``rounds``/3 times.
-    """
-    seconds: dict[str, list[float]] = {ADAMW: []}
-    beside: dict[str, list[float]] = {}
-    for _ in range(max(1, report.rounds // 3)):
-        training(problem, adamw, 2)()  # memory and caches are warm
-        ours, theirs = training(problem, kfac(problem, 10, 100), 1), training(problem, adamw, 1)
-        for step in range(steps):
-            kind, unit, time = kinds(step), _seconds(theirs, report.device), _seconds(ours, report.device)
-            if kind is not None:
-                seconds.setdefault(kind, []).append(time)
-                beside.setdefault(kind, []).append(unit)
-                seconds[ADAMW].append(unit)
-    race = Race(ADAMW, seconds, {**beside, ADAMW: seconds[ADAMW]})
-    listed = [name for name in (ADAMW, FIRST, NEW_INVERSES, NEW_FACTORS, PLAIN) if name in seconds]
-    report.rows += [Row(section, name, race.time(name), race.ratio(name, ADAMW), ADAMW) for name in listed]
-    return race
-
-
-def kinds(report: Report, case: Case) -> None:
-    """Where the time of a cycle goes, after one cycle."""
-
-    def kind(step: int) -> str | None:
-        if step < 100:
-            return None
-        return NEW_INVERSES if step % 100 == 0 else NEW_FACTORS if step % 10 == 0 else PLAIN
-
-    problem = case.make(report.device)
-    one_by_one(report, problem, f"K-FAC steps one by one: {problem.name}", kind, 300)
+FIRST, NEW_FACTORS, PLAIN = "natgrad K-FAC, first step", "natgrad K-FAC, new factors", "natgrad K-FAC, plain step"
 
 
 def resnet18(report: Report, case: Case) -> None:
-    """The kinds of steps of a K-FAC run; factors are new every ten steps."""
-
-    def kind(step: int) -> str:
-        return FIRST if step == 0 else NEW_FACTORS if step % 10 == 0 else PLAIN
-
+    """The kinds of steps of a K-FAC run, each timed beside a step of AdamW; factors are new every ten steps."""
     problem = case.make(report.device)
-    race = one_by_one(report, problem, f"kinds of steps: {problem.name}", kind, 21)
+    seconds: dict[str, list[float]] = {name: [] for name in (ADAMW, FIRST, NEW_FACTORS, PLAIN)}
+    beside: dict[str, list[float]] = {name: [] for name in seconds}
+    for _ in range(max(1, report.rounds // 3)):
+        training(problem, adamw, 2)()  # memory and caches are warm
+        ours, theirs = training(problem, kfac(problem, 10, 100), 1), training(problem, adamw, 1)
+        for step in range(21):
+            name = FIRST if step == 0 else NEW_FACTORS if step % 10 == 0 else PLAIN
+            unit, time = _seconds(theirs, report.device), _seconds(ours, report.device)
+            seconds[name].append(time)
+            seconds[ADAMW].append(unit)
+            beside[name].append(unit)
+    race = Race(ADAMW, seconds, {**beside, ADAMW: seconds[ADAMW]})
+    section = f"kinds of steps: {problem.name}"
+    for name in seconds:
+        report.rows.append(Row(section, name, race.time(name), race.ratio(name, ADAMW), ADAMW))
     plain, renewed = race.ratio(PLAIN, ADAMW).median, race.ratio(NEW_FACTORS, ADAMW).median
     first = race.time(FIRST).median / race.time(PLAIN).median
     report.targets.append(Target(f"first K-FAC step over a plain one, {problem.name}", first, 3.0, True))
@@ -537,7 +511,6 @@ def sections() -> dict[str, Callable[[Report, Case], None]]:
         "sobolev": sobolev,
         "memory": memory,
         "resnet18": resnet18,
-        "kinds": kinds,
     }
 
 
@@ -600,7 +573,7 @@ def main() -> None:
     run(
         report,
         chosen,
-        args.section or [name for name in sections() if name != "kinds"],  # which is to find out, not to compare
+        args.section or list(sections()),
         lambda: save(report, path, time.perf_counter() - start, before),
         quick=args.quick,
     )

@@ -185,9 +185,9 @@ class GraphCache(Generic[T]):
         the batch is not in the key but in ``size``, if the shapes of the tensors do not tell. ``shaped``: the key tells
         the shapes and types of the tensors, as those of parameters tell those of gradients, and they are not compared.
         Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` up to
-        256 MB are: gradients, which lie elsewhere after every step with new factors, and whose copy takes a hundredth
-        of the step. In a graph the scalars are tensors [] of single precision, so that they may change between replays.
-        What comes back from a replay is the result of the capture, with new numbers in its tensors.
+        256 MB are: gradients, which lie elsewhere after every step with new factors. In a graph the scalars are tensors
+        [] of single precision, so that they may change between replays. What comes back from a replay is the result of
+        the capture, with new numbers in its tensors.
         """
         if not self.possible(tensors):
             return fn(tensors, scalars)

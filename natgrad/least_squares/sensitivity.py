@@ -27,6 +27,8 @@ class _FirstOrder(torch.autograd.Function):
 
 
 class _Refused(torch.autograd.Function):
+    """The identity of a gradient, which raises where it is differentiated."""
+
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, a: Tensor) -> Tensor:
         return gradient.view_as(gradient)

@@ -182,7 +182,7 @@ class NaturalGradient(torch.optim.Optimizer):
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )
         self.flag = Flag()
-        # The gradients of a loop lie in few places: those of passes with and without an estimate.
+        # Gradients that are too many to copy lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)
         self._params = whole.params
         names = {id(p): name for name, p in whole.params.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
+from torch.nn import functional
 
 from experiments.cifar import CIFAR10
 from experiments.sobolev_cifar import arms
@@ -18,20 +20,26 @@ from tests.experiments.tiny import SETUP
 @pytest.mark.parametrize(
     "arm",
     [
-        # Steps are short: long ones would enlarge what rounding in another order makes of a loss.
         replace(arms.sobolev(), constants=arms.Constants(lr=1e-3, clip=1e-3, metric_every=3, inverse_every=6)),
         arms.Natural(1e-3, 0.1),
-        arms.Momentum(0.01, 0.0),
+        arms.Momentum(1e-3, 0.0),
     ],
     ids=lambda arm: arm.name,
 )
 def test_captured_passes_train_as_others_do(arm: arms.Config) -> None:
-    """Two epochs of sixteen steps; convolutions add in another order from run to run."""
+    """The parameters go the same way. With other batches two runs of these arms are orthogonal, or at 60 degrees.
+
+    Convolutions add in another order from run to run, and training enlarges that: noise of 10⁻³ in the initial weights
+    turns these ways by 40 degrees.
+    """
     pictures, setup = images(CIFAR10, 128), replace(SETUP, batch=8, width=8, device="cuda")
-    losses = []
+    ways = []
     for pace in (Pace(), Pace(capture=cuda_graph)):
         training = Training(Job("cifar10", FIFTHS, arm, seed=0), replace(setup, pace=pace), pictures)
+        start = nn.utils.parameters_to_vector(training.model.parameters()).detach().clone()
         training.epoch()
         training.epoch()
-        losses.append([point.train_loss for point in training.history])
-    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+        ways.append(nn.utils.parameters_to_vector(training.model.parameters()).detach() - start)
+    plain, captured = ways
+    assert captured.norm() == pytest.approx(plain.norm(), rel=0.1)
+    assert functional.cosine_similarity(plain, captured, dim=0) > 0.6

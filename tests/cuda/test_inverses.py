@@ -67,9 +67,9 @@ def test_recorded_powers_are_those_of_the_eigenvalues_of_the_cpu(fit: Any, power
     with torch.device("cpu"):
         there = replace(G, left=tuple(f.cpu() for f in G.left), right=tuple(f.cpu() for f in G.right))
         expected = solver.init(there, ε).tensors()
-    for key, found in inverse.tensors().items():  # in single precision, of matrices with condition numbers up to 10⁴
+    for key, found in inverse.tensors().items():  # condition numbers up to 10⁴, products that are split: 2⁻²² of a sum
         scale = float(expected[key].abs().max())
-        torch.testing.assert_close(found.cpu(), expected[key], rtol=5e-3, atol=5e-3 * scale)
+        torch.testing.assert_close(found.cpu(), expected[key], rtol=3e-3, atol=3e-3 * scale)
 
 
 @pytest.mark.parametrize("metric", [ng.BatchGradient(), ng.Euclidean()], ids=["gradients", "layers"])
