@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import TypeAlias, final
 
@@ -68,6 +69,18 @@ def matrix(factor: SymFactor) -> Tensor:
 def diagonal(factor: SymFactor) -> Tensor:
     """[c d]."""
     return factor.diagonal(dim1=-2, dim2=-1) if is_dense(factor) else factor
+
+
+def mean_eigenvalues(factors: Sequence[SymFactor]) -> Tensor:
+    """[f]: the mean eigenvalue of every factor, over all of its groups; of diagonals, which are not negative, at once.
+
+    >>> mean_eigenvalues([torch.tensor([[1.0, 3.0]]), torch.eye(2)[None]])
+    tensor([2., 1.])
+    """
+    flat = [factor for factor in factors if not is_dense(factor)]
+    sums = iter(torch._foreach_div(torch._foreach_norm(flat, 1), [float(t.numel()) for t in flat]) if flat else ())
+    means = [diagonal(factor).mean() if is_dense(factor) else next(sums) for factor in factors]
+    return torch.stack(means)
 
 
 def balance(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> Tensor:
@@ -575,9 +588,8 @@ def invert(
     """
     roots = power != 1 or any(job.half is not None for job in jobs)
     newton = newton if warm and not roots else None
-    for job in jobs:
-        if not is_dense(job.out):
-            _invert_diagonal(job, power, dead=epsilon is not None)
+    if diagonals := [job for job in jobs if not is_dense(job.out)]:
+        _invert_diagonals(diagonals, power, dead=epsilon is not None)
     dense = [job for job in jobs if is_dense(job.out)]
     failures: list[Tensor] = []
     titles: list[str] = []
@@ -600,15 +612,29 @@ def invert(
     return torch.stack(failures).sum().float() if failures else None
 
 
-def _invert_diagonal(job: Inversion, power: float, dead: bool) -> None:
-    damped = torch.add(job.factor, job.shift.unsqueeze(-1), out=job.out)
+def _invert_diagonals(jobs: Sequence[Inversion], power: float, dead: bool) -> None:
+    """All of them as one vector: a network has dozens of diagonals, and they may be inverted in every step."""
+    shapes = [job.factor.shape for job in jobs]
+    rows = _rows(tuple((c, d) for c, d in shapes), jobs[0].factor.device)
+    damped = torch.cat([job.factor.reshape(-1) for job in jobs])
+    damped.add_(torch.cat([job.shift for job in jobs]).index_select(0, rows))
     if dead:  # the inverse of zero is zero
         damped.masked_fill_(damped == 0, torch.inf)
-    if job.half is not None:
-        torch.rsqrt(damped, out=job.half)
-        trace = (job.factor * job.half.square()).sum(-1, keepdim=True)
-        job.half.mul_(_whitening_scale(trace, job.half.shape[-1]))
-    damped.reciprocal_() if power == 1 else damped.pow_(-power)
+    for job, of_job in zip(jobs, damped.split([shape.numel() for shape in shapes]), strict=True):
+        if job.half is not None:
+            torch.rsqrt(of_job.view(job.half.shape), out=job.half)
+            trace = (job.factor * job.half.square()).sum(-1, keepdim=True)
+            job.half.mul_(_whitening_scale(trace, job.half.shape[-1]))
+    damped = damped.reciprocal_() if power == 1 else damped.pow_(-power)
+    new = damped.split([shape.numel() for shape in shapes])
+    torch._foreach_copy_([job.out for job in jobs], [t.view(shape) for t, shape in zip(new, shapes, strict=True)])
+
+
+@lru_cache(maxsize=16)
+def _rows(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """In which row of tensors [c d], all of them one after the other, every number is."""
+    lengths = torch.tensor([d for c, d in shapes for _ in range(c)])
+    return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths).to(device)
 
 
 def _invert_batch(
@@ -836,23 +862,26 @@ class BatchedInverse:
             return
         count = self._count = factors[0].new_zeros(()) if self._count is None else self._count
 
-        def in_graph(job: Inversion) -> bool:
-            d = job.out.shape[-1]
-            if not is_dense(job.out):
+        def in_graph(factor: SymFactor) -> bool:
+            d = factor.shape[-1]
+            if not is_dense(factor):
                 return True
-            if power != 1 and by_eigenvalues(job.out, [power]):
+            if power != 1 and by_eigenvalues(factor, [power]):
                 return False
             return d < _CAPTURED and (newton is None or not newton.takes(d))
 
         def small(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            chosen = [job for job in jobs(tensors, scalars[0]) if in_graph(job)]
+            chosen = [job for job in jobs(tensors, scalars[0]) if in_graph(job.factor)]
             failures = invert(chosen, power=power, epsilon=epsilon, warm=True)
-            count.copy_(torch.zeros_like(count) if failures is None else failures)
+            if failures is not None:
+                count.copy_(failures)
 
         self.graphs.run(small, factors, [damping], (key, repr(newton), power, epsilon))
-        self._send(count)
-        large = [job for job in jobs(factors, damping) if not in_graph(job)]
-        self._send(invert(large, power=power, epsilon=epsilon, warm=True, newton=newton))
+        if any(map(is_dense, factors)):  # nothing else can fail
+            self._send(count)
+        if not all(map(in_graph, factors)):
+            large = [job for job in jobs(factors, damping) if not in_graph(job.factor)]
+            self._send(invert(large, power=power, epsilon=epsilon, warm=True, newton=newton))
 
     def failed(self) -> bool:
         """Whether a matrix could not be inverted, as far as the host has read."""

@@ -283,7 +283,7 @@ def Natural(
     fit: Fit = "mean",
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int | Literal["fresh"] = 25,
+    inverse_every: int | Literal["fresh"] | None = None,
     early: bool = True,
     sharing: Literal["expand", "reduce"] = "expand",
     largest: int = LARGEST,
@@ -318,9 +318,10 @@ def Natural(
     (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as ``ng.Fisher(family,
     samples=1)``, has the factors of K-FAC, from one more backward pass, ``ng.Empirical()`` those of the loss's own
     cotangents. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence (``Kronecker``). The metric is estimated
-    every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps, or with "fresh" when the metric
-    has moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. ``strict`` is that of ``NaturalGradient``,
-    and the other arguments those of ``KFAC``.
+    every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps (default: those of diagonals in
+    every step, those of whole factors every 25), or with "fresh" when the metric has moved (``Refresh``), and
+    (``early``) in the steps 1, 2, 4, … before. ``strict`` is that of ``NaturalGradient``, and the other arguments those
+    of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -336,6 +337,8 @@ def Natural(
     if factors == "diagonal" and largest != LARGEST:
         raise ValueError(f'Natural(largest={largest}) bounds whole factors, and these are diagonals: factors="whole"')
     rows = largest if factors == "whole" else 1  # rows of a factor that is more than a diagonal
+    if inverse_every is None:
+        inverse_every = 25 if factors == "whole" else 1
     return NaturalGradient(
         model,
         _GRADIENTS if metric is None else metric_of(metric, samples=1),

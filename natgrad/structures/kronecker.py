@@ -31,6 +31,7 @@ from natgrad.accelerate.inverses import (
     balance,
     diagonal,
     is_dense,
+    mean_eigenvalues,
     share_scale_,
     two_sided,
     two_sided_columns,
@@ -689,24 +690,26 @@ class ProductInverse(LayerInverse):
 
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
-        left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
+        count = len(self.blocks)
+        of_factors = (damping * mean_eigenvalues(factors)).split(1) if relative else ()
         jobs: list[Inversion] = []
         for at, (batch, stacks) in enumerate(zip(self.batches, self.stacks, strict=True)):
-            s, a = [left[b] for b in batch], [right[b] for b in batch]
+            s, a = [factors[b] for b in batch], [factors[count + b] for b in batch]
+            c = s[0].shape[0]
+            shifts: tuple[Sequence[Tensor], Sequence[Tensor]]
             if relative:
-                shifts = damping * _mean_eigenvalues(s), damping * _mean_eigenvalues(a)
+                shifts = [of_factors[b].expand(c) for b in batch], [of_factors[count + b].expand(c) for b in batch]
             else:
                 π = balance(a, s)
-                shifts = damping**0.5 / π, damping**0.5 * π
-            c = s[0].shape[0]
+                shifts = (damping**0.5 / π).split(c), (damping**0.5 * π).split(c)
             halves = self.half_stacks[at] if self.half_stacks else (None, None)
-            for letter, side, shift, stack, half in zip("SA", (s, a), shifts, stacks, halves, strict=True):
+            for letter, side, of_side, stack, half in zip("SA", (s, a), shifts, stacks, halves, strict=True):
                 size = side[0].shape[-1]
                 outs = _unaligned(stack.memory, size).split(c)
                 roots = [None] * len(batch) if half is None else _unaligned(half.memory, size).split(c)
-                for b, factor, λ, out, root in zip(batch, side, shift.split(c), outs, roots, strict=True):
+                for b, factor, shift, out, root in zip(batch, side, of_side, outs, roots, strict=True):
                     title = f"the factor {letter} of {self.blocks[b].title}"
-                    jobs.append(Inversion(factor, λ, out, title, stack, root))
+                    jobs.append(Inversion(factor, shift, out, title, stack, root))
         return jobs
 
     def failed(self) -> bool:
@@ -783,12 +786,6 @@ def _addresses(halves: Sequence[Halves | None]) -> list[tuple[int, ...]]:
 
 def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
     return tuple((is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True))
-
-
-def _mean_eigenvalues(factors: Sequence[SymFactor]) -> Tensor:
-    """[b·c]: for every group of every layer the mean eigenvalue of all groups of the layer."""
-    means = torch.stack([diagonal(factor).mean() for factor in factors])
-    return means.unsqueeze(1).expand(-1, factors[0].shape[0]).reshape(-1)
 
 
 def _memory(factor: SymFactor, count: int) -> InverseStack:

@@ -39,7 +39,7 @@ def test_captured_passes_train_as_others_do(arm: arms.Config) -> None:
         start = nn.utils.parameters_to_vector(training.model.parameters()).detach().clone()
         training.epoch()
         training.epoch()
-        ways.append(nn.utils.parameters_to_vector(training.model.parameters()).detach() - start)
+        ways.append((nn.utils.parameters_to_vector(training.model.parameters()).detach() - start).cpu())
     plain, captured = ways
-    assert captured.norm() == pytest.approx(plain.norm(), rel=0.1)
+    assert float(captured.norm()) == pytest.approx(float(plain.norm()), rel=0.1)
     assert functional.cosine_similarity(plain, captured, dim=0) > 0.6
