@@ -849,7 +849,7 @@ class BatchedInverse:
         power: float = 1.0,
         relative: bool = False,
     ) -> None:
-        """Compute the inverses again, without waiting for a GPU. ``key``: where they lie.
+        """Compute the inverses again, without waiting for a GPU. ``key``: where they and the factors lie.
 
         ``relative``: the damping is a share of the mean eigenvalue of every factor.
         """
@@ -876,10 +876,11 @@ class BatchedInverse:
             if failures is not None:
                 count.copy_(failures)
 
-        self.graphs.run(small, factors, [damping], (key, repr(newton), power, epsilon))
-        if any(map(is_dense, factors)):  # nothing else can fail
+        self.graphs.run(small, factors, [damping], (key, repr(newton), power, epsilon), placed=True)
+        dense = [factor for factor in factors if is_dense(factor)]
+        if dense:  # nothing else can fail
             self._send(count)
-        if not all(map(in_graph, factors)):
+        if not all(map(in_graph, dense)):
             large = [job for job in jobs(factors, damping) if not in_graph(job.factor)]
             self._send(invert(large, power=power, epsilon=epsilon, warm=True, newton=newton))
 

@@ -178,23 +178,24 @@ class GraphCache(Generic[T]):
         size: Hashable = None,
         may_copy: bool = False,
         shaped: bool = False,
+        placed: bool = False,
     ) -> T:
         """``fn(tensors, scalars)``. ``fn`` writes in place and must depend on nothing but its arguments and ``key``.
 
         ``key`` stands for all else that ``fn`` reads or writes: options, addresses of what it holds. What changes with
         the batch is not in the key but in ``size``, if the shapes of the tensors do not tell. ``shaped``: the key tells
         the shapes and types of the tensors, as those of parameters tell those of gradients, and they are not compared.
-        Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` up to
+        ``placed``: it tells where they lie as well, and they are read there. Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` up to
         256 MB are: gradients, which lie elsewhere after every step with new factors. In a graph the scalars are tensors
         [] of single precision, so that they may change between replays. What comes back from a replay is the result of
         the capture, with new numbers in its tensors.
         """
         if not self.possible(tensors):
             return fn(tensors, scalars)
-        copy = sum(map(_bytes, tensors)) <= (_GRADIENT_BYTES if may_copy else _COPY_BYTES)
+        copy = not placed and sum(map(_bytes, tensors)) <= (_GRADIENT_BYTES if may_copy else _COPY_BYTES)
         # A training loop makes the same call again and again: to compare it takes less time than to hash it.
-        shapes = None if shaped else [(t.shape, t.dtype) for t in tensors]
-        layouts = None if copy else ([*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)])
+        shapes = None if shaped or placed else [(t.shape, t.dtype) for t in tensors]
+        layouts = None if copy or placed else ([*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)])
         call = layouts, shapes, key, switches(), len(scalars), size
         if self._recent is not None and self._recent[0] == call:
             return self._replayed(self._recent[1], tensors, scalars, self._recent[2])

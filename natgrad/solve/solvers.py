@@ -107,7 +107,7 @@ class Factored(Solver):
 
     def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
         check_damping(damping, G.layout.dtype)
-        return G.factored_inverse(damping, last.tensors(), self.newton, last)
+        return G.factored_inverse(damping, {}, self.newton, last)
 
 
 @final

@@ -408,7 +408,7 @@ class Operator(ABC):
         """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
 
         ``warm``: the ``tensors()`` of the last inverse. A factor that cannot be inverted keeps them, and ``newton``
-        refreshes them. ``into``: the last inverse itself, where it may be overwritten.
+        refreshes them. ``into``: in their place the last inverse itself, which may be overwritten.
         """
         self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
 

@@ -566,7 +566,7 @@ class KroneckerOperator(LayerOperator):
         if isinstance(into, ProductInverse) and into.fits(self):
             out = into if fallback is None and into.fallback is None else replace(into, fallback=fallback)
         else:
-            out = ProductInverse.empty(self, fallback)
+            out, warm = ProductInverse.empty(self, fallback), warm if into is None else into.tensors()
             if not self._has_product_inverse(warm):
                 out.compute_(self, damping)
                 return out
@@ -654,11 +654,12 @@ class ProductInverse(LayerInverse):
 
     def fits(self, G: KroneckerOperator) -> bool:
         """Whether the inverse of G can be computed in this memory."""
-        here, there = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
-        if here != there or self.dense != _dense_sides(G) or self.power != G.power:
+        if self.power != G.power or bool(self.half_stacks) != (G.fit == "kl") or self.dense != _dense_sides(G):
             return False
-        if bool(self.half_stacks) != (G.fit == "kl"):
-            return False
+        if self.blocks is not G.blocks:  # in a training loop they are
+            here, there = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
+            if here != there:
+                return False
         like = G.left[0]
         memory = [stack.memory for pair in self.stacks for stack in pair]
         return all(t.dtype == like.dtype and t.device == like.device for t in memory)
@@ -683,9 +684,10 @@ class ProductInverse(LayerInverse):
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
         relative = isinstance(damping, Relative)
         number = damping.epsilon if isinstance(damping, Relative) else damping
-        addresses = tuple(s.memory.data_ptr() for pair in (*self.stacks, *self.half_stacks) for s in pair)
-        jobs = partial(self._jobs, relative=relative)
         factors = (*G.left, *G.right)
+        stacks = (stack.memory for pair in (*self.stacks, *self.half_stacks) for stack in pair)
+        addresses = *map(Tensor.data_ptr, factors), *map(Tensor.data_ptr, stacks)
+        jobs = partial(self._jobs, relative=relative)
         self.batch.refresh_(jobs, factors, number, newton, addresses, power=self.power, relative=relative)
 
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
@@ -785,7 +787,7 @@ def _addresses(halves: Sequence[Halves | None]) -> list[tuple[int, ...]]:
 
 
 def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
-    return tuple((is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True))
+    return tuple([(s.ndim == 3, a.ndim == 3) for s, a in zip(G.left, G.right, strict=True)])
 
 
 def _memory(factor: SymFactor, count: int) -> InverseStack:
