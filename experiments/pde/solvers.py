@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -40,6 +41,30 @@ class OfLeastSquares(Stepper):
         self.problem = problem
 
     def step(self, fraction: float) -> float:
+        return self.problem.step().loss
+
+    def state(self) -> dict[str, Any]:
+        return self.problem.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.problem.load_state_dict(state)
+
+
+@final
+class FallingSpring(Stepper):
+    """``ng.Spring``, whose learning rate and longest step fall to zero along a cosine over the time of the run.
+
+    It is for far fewer points in a step than the solution has unknowns: a step that meets the residuals of its own
+    points exactly undoes what earlier ones have learned.
+    """
+
+    def __init__(self, problem: ng.LeastSquares, rule: ng.Spring) -> None:
+        self.problem, self.rule, self.rate = problem, rule, problem.lr
+
+    def step(self, fraction: float) -> float:
+        share = max(0.5 * (1 + math.cos(math.pi * min(fraction, 1.0))), 1e-6)
+        assert self.rule.norm is not None
+        self.problem.lr, self.problem.rule = self.rate * share, replace(self.rule, norm=self.rule.norm * share)
         return self.problem.step().loss
 
     def state(self) -> dict[str, Any]:
@@ -101,6 +126,16 @@ def least_squares(**choices: Any) -> Callable[[nn.Module, Classes, float | None,
     return made
 
 
+def falling_spring(decay: float) -> Callable[[nn.Module, Classes, float | None, int], Stepper]:
+    """Momentum with a longest step, the rate; the damping is the library's, a share of the first metric."""
+
+    def made(net: nn.Module, classes: Classes, rate: float | None, memory: int) -> Stepper:
+        rule = ng.Spring(decay=decay, norm=rate or 0.05)
+        return FallingSpring(ng.LeastSquares(classes, net, step=rule, memory=memory), rule)
+
+    return made
+
+
 def adam(net: nn.Module, classes: Classes, rate: float | None, memory: int) -> Stepper:
     return OfTorch(torch.optim.Adam(net.parameters(), lr=rate or 1e-3), net, classes)
 
@@ -124,6 +159,7 @@ def muon(net: nn.Module, classes: Classes, rate: float | None, memory: int) -> S
 SOLVERS: dict[str, Callable[[nn.Module, Classes, float | None, int], Stepper]] = {
     "natgrad": least_squares(),
     "spring": least_squares(step=ng.Spring(decay=0.9, search=ng.GridSearch()), damping=1e-8),
+    "falling_spring": falling_spring(0.97),
     "lm": least_squares(step=ng.LevenbergMarquardt()),
     "engd": least_squares(structure=ng.Dense(), step=ng.GridSearch(), damping=1e-10),
     "engd_kernel": least_squares(structure=ng.Kernel(), step=ng.GridSearch(), damping=1e-10),

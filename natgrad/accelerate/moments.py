@@ -167,6 +167,42 @@ def second_moment(x: Tensor, ones: bool | Tensor = False) -> Tensor:
     return put_border(out, torch.einsum("n,...nri->i", u, wide), x.shape[-2] * u.square().sum())
 
 
+def counted_moment(x: Tensor, ones: bool, counted: Tensor, count: Tensor) -> Tensor:
+    """``second_moment`` of x [n r i] over the ``count`` rows with ``counted`` [n r]; the others may hold anything.
+
+    >>> counted_moment(torch.tensor([[[2.0], [torch.nan]]]), True, torch.tensor([[True, False]]), torch.tensor([1]))
+    tensor([[4., 2.],
+            [2., 1.]])
+    """
+    n, r, i = x.shape
+    if x.device.type != "cuda" or not i:
+        return _with_corner(second_moment(x.where(counted.unsqueeze(-1), 0), ones), ones, count)
+    copied = ones and x.numel() <= _COPIED
+    width = aligned_size(i + 1) if copied else i
+    copy = x.new_empty(n * r, width, dtype=multiplied(x, x.numel() * i))
+    if width > i:
+        copy[:, i:].fill_(1.0)
+    # x where counted > ½, else 0: rounded, and put beside the ones, in one pass.
+    into = copy.view(n, r, width)[..., :i]
+    torch.ops.aten.threshold_backward.grad_input(x, counted.unsqueeze(-1), 0.5, grad_input=into)
+    if not ones:
+        return _symmetric_on_gpu(copy)
+    if copied:
+        out = copy.new_empty(width, width, dtype=summed(copy.dtype))
+        multiply(copy.T, copy, out)
+        return _with_corner(out[: i + 1, : i + 1], ones, count)
+    out = aligned_square(copy, i + 1)
+    panel_product(copy, out[:i, :i])
+    return put_border(out, column_sums(copy), count.view(()))
+
+
+def _with_corner(total: Tensor, ones: bool, count: Tensor) -> Tensor:
+    """Σ x̄ x̄ᵀ with the number of rows that count in its corner."""
+    if ones:
+        total[-1, -1:] = count
+    return total
+
+
 def accumulate_second_moment(out: Tensor, x: Tensor, ones: bool, *, keep: float, weight: float) -> None:
     """out ← keep·out + weight·Σ x̄ x̄ᵀ, in place, for ``second_moment``: on a processor no product is formed beside it.
 

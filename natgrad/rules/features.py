@@ -23,9 +23,9 @@ from torch import Tensor
 
 from natgrad.accelerate.moments import (
     accumulate_second_moment,
+    counted_moment,
     entry_moments,
     nonzero_rows,
-    rounded,
     second_moment,
     single,
     symmetric_product,
@@ -347,10 +347,10 @@ class Counted(Features):
     def moment(self) -> Moment:
         base = self.base
         if isinstance(base, (Rows, Entries)) and isinstance(base.ones, bool) and base.x.ndim == 3:
-            # Zeros are exact in every precision: half precision goes to the tensor cores as it is, and what is rounded
-            # for them is rounded before it is read again.
-            x = rounded(base.x, base.x.numel() * base.x.shape[-1]) if isinstance(base, Rows) else base.x
-            return replace(base, x=x.where(self.counted.unsqueeze(-1), 0)).padded_moment(self.count())
+            count = self.count()
+            if isinstance(base, Rows):
+                return Moment(counted_moment(base.x, base.ones, self.counted, count).unsqueeze(0), count)
+            return replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0)).padded_moment(count)
         return base.weighed(self._weights).moment().over(self.count())
 
     def squares(self) -> Moment:
