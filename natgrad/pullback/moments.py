@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, cast, final
 
@@ -86,7 +86,9 @@ def second_moments(
                 add(left, b, s)
             if watch is not None:
                 watch(tape, g)
-        shared = shared_positions(tape, kinds, there)
+        positions = ReachedPositions(tape, {b: kinds[b] for b in there})
+        positions.update(there)
+        shared = positions.take(whole=False)
         for b, kind in enumerate(kinds):
             if b not in fitted:
                 add(right, b, sharing.counted_moment(tape.inputs(kind), kind, _any_of(shared[b]), weights))
@@ -232,7 +234,7 @@ def stream(
         nearest,
     )
     graphs = None if sink.address_key is None else pb.graph_cache
-    kernels = CapturedKernels(graphs, layers, tape, sink)
+    kernels = CapturedKernels(graphs, layers, tape, sink, layers.positions(tape))
     kernels.inputs(range(len(blocks)))
     stream_cotangents(tape, blocks, s, kernels.outputs)
     kernels.inputs_after()
@@ -252,7 +254,8 @@ def stream_inputs(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink:
     first, *others = (pb.tape(examples) for examples in pb.ranges)
     if not others:
         graphs = None if sink.address_key is None else pb.graph_cache
-        CapturedKernels(graphs, layers, first, sink).inputs(range(len(blocks)))
+        kernels = CapturedKernels(graphs, layers, first, sink, layers.positions(first))
+        kernels.inputs(range(len(blocks)))
     else:
         moments = FactorMoments()
         for tape in (first, *others):
@@ -285,22 +288,41 @@ def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
     return frozenset(several)
 
 
-def shared_positions(
-    tape: Tape, layers: Sequence[Block], there: Mapping[int, Tensor | None]
-) -> dict[int, tuple[Tensor, ...]]:
-    """Masks [n r] by the numbers of layers: a position counts where one of them is true; where there is none, all do.
+@final
+class ReachedPositions:
+    """Which positions a cotangent has reached, layer by layer as the backward pass comes to them.
 
-    Layers that read one tensor count the same positions. A cotangent must have reached one of them: the query of a
-    token that sees one key has none, up to rounding.
+    Layers that read one tensor count the same positions: a cotangent must have reached one of them. The query of a
+    token that sees one key has none, up to rounding. So their A waits until all of them have their cotangents.
     """
-    readers: dict[Hashable, list[int]] = {}
-    for b in there:
-        readers.setdefault(_read_by(tape, layers[b], b), []).append(b)
-    shared: dict[int, tuple[Tensor, ...]] = {}
-    for numbers in readers.values():
-        masks = tuple([mask for b in numbers if (mask := there[b]) is not None])
-        shared.update(dict.fromkeys(numbers, masks if len(masks) == len(numbers) else ()))
-    return shared
+
+    def __init__(self, tape: Tape, layers: Mapping[int, Block]) -> None:
+        readers: dict[Hashable, list[int]] = {}
+        for b, block in layers.items():
+            readers.setdefault(_read_by(tape, block, b), []).append(b)
+        self._waiting = list(readers.values())  # numbers of layers that read one tensor
+        self._there: dict[int, Tensor | None] = {}
+
+    def update(self, there: Mapping[int, Tensor | None]) -> None:
+        """Masks [n r] by the numbers of layers, or None where all positions count."""
+        self._there.update(there)
+
+    def take(self, *, whole: bool) -> dict[int, tuple[Tensor, ...]]:
+        """Masks [n r] by the numbers of layers: a position counts where one of them is true; where there is none, all.
+
+        ``whole``: only of layers that need not wait for others, or else of all that a cotangent has come to.
+        """
+        taken: dict[int, tuple[Tensor, ...]] = {}
+        waiting = []
+        for numbers in self._waiting:
+            came = [b for b in numbers if b in self._there]
+            if whole and len(came) < len(numbers):
+                waiting.append(numbers)
+                continue
+            masks = tuple([mask for b in came if (mask := self._there[b]) is not None])
+            taken.update(dict.fromkeys(came, masks if len(masks) == len(came) else ()))
+        self._waiting = waiting
+        return taken
 
 
 def _any_of(masks: Sequence[Tensor]) -> Tensor | None:
@@ -348,8 +370,12 @@ class LayerFactors:
         return self.after(b) or (not self.inputs_only and self._together(b))
 
     def after(self, b: int) -> bool:
-        """Whether A is made after the backward pass: not all positions need count."""
+        """Whether A is made when the cotangents have come, though not with S: not all positions need count."""
         return b in self.several and not self.inputs_only and not self._together(b)
+
+    def positions(self, tape: Tape) -> ReachedPositions:
+        """Of those layers, before any cotangent has come."""
+        return ReachedPositions(tape, {b: block for b, block in enumerate(self.blocks) if self.after(b)})
 
     def _together(self, b: int) -> bool:
         """Whether A is made with S, because one factor scales or weighs the other."""
@@ -437,7 +463,7 @@ class CapturedKernels:
     layers: LayerFactors
     tape: Tape
     sink: FactorSink
-    there: dict[int, Tensor | None] = field(default_factory=dict)  # by layer, which positions a cotangent has reached
+    reached: ReachedPositions
 
     def inputs(self, numbers: Sequence[int]) -> None:
         """A of these layers, unless it is late."""
@@ -464,7 +490,7 @@ class CapturedKernels:
                 self.layers.put_inputs(b, self.tape, self.sink)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers and, where it is made with it, A; and which of their positions count."""
+        """S of these layers, and A of those that have waited for nothing else."""
         captured = [b for b in numbers if b in self._capturable]
         at_uses, key = self._uses_and_key("S", captured)
         if self._unsettled(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
@@ -474,8 +500,8 @@ class CapturedKernels:
         late = self._uses_of([b for b in captured if self.layers.late(b) and not self.layers.after(b)])
         after = [b for b in numbers if self.layers.after(b)]
         masks = self._masks([b for b in captured if b in after], g)
-        self.there.update(masks)
-        self.there.update({b: self._reached(b, g) for b in after if b not in masks})
+        self.reached.update(masks)
+        self.reached.update({b: self._reached(b, g) for b in after if b not in masks})
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(tensors)
@@ -497,6 +523,7 @@ class CapturedKernels:
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
+        self._inputs_after(self.reached.take(whole=True))
 
     def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
         """Where a graph is to put which positions of these layers count, [n r]; not of those of which all do.
@@ -517,8 +544,11 @@ class CapturedKernels:
         return None if mask is None else at_fixed_address(self.tape.memo, ("reached", block.names), mask)
 
     def inputs_after(self) -> None:
-        """A of the layers of which not all positions need count, when all cotangents have come."""
-        there = shared_positions(self.tape, self.layers.blocks, self.there)
+        """A of the layers that still wait for others, when no more cotangents will come."""
+        self._inputs_after(self.reached.take(whole=False))
+
+    def _inputs_after(self, there: Mapping[int, tuple[Tensor, ...]]) -> None:
+        """A of layers of which not all positions need count."""
         captured = [b for b in there if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
         if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):

@@ -332,7 +332,6 @@ class KroneckerInBackward(BackwardEstimate):
         self._split = split = structure.split(pullback, average)
         self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
         self._sink: FactorSink | None = None
-        self._there: dict[int, Tensor | None] = {}  # by layer, the positions that a cotangent has reached
         self._weight = 1.0
         tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
@@ -348,6 +347,7 @@ class KroneckerInBackward(BackwardEstimate):
         self._turns.add(self._turn)
         memo = tape.memo.setdefault(("turn", self._turn), {})
         self._layers, self._tape, self._graphs = layers, replace(self._hooks.tape, memo=memo), pullback.graph_cache
+        self._reached = layers.positions(self._tape)
 
     @property
     def arrived(self) -> bool:
@@ -369,7 +369,7 @@ class KroneckerInBackward(BackwardEstimate):
 
     def _kernels(self, sink: FactorSink) -> CapturedKernels:
         graphs = None if sink.address_key is None else self._graphs
-        return CapturedKernels(graphs, self._layers, self._tape, sink, self._there)
+        return CapturedKernels(graphs, self._layers, self._tape, sink, self._reached)
 
     def _begun(self) -> FactorSink:
         """Where the factors go."""
