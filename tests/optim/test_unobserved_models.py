@@ -32,17 +32,25 @@ UNSEEN = (
 )
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_model_that_is_called_compiled_and_was_given_plain_is_a_cause_that_is_named(whole: bool) -> None:
-    """Where it has run before, or is one graph, the compiled pass leaves out the hook of the optimizer."""
+def test_a_model_that_is_called_compiled_and_was_given_plain_is_a_cause_that_is_named() -> None:
+    """Where it has run before, the compiled pass leaves out the hook of the optimizer."""
+    torch.compiler.reset()
     model = mlp(3, 4, 2).double()
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=whole)
-    if not whole:
-        compiled(normal(6, 3))
+    compiled: Any = torch.compile(model, backend="eager")
+    compiled(normal(6, 3))
     opt = ng.KFAC(model, ng.Euclidean())
     with pytest.raises(NatgradError, match=UNSEEN):
         train(opt, compiled)
     train(ng.KFAC(compiled, ng.Euclidean()), compiled)  # the way out that the message names
+
+
+def test_a_model_compiled_as_one_graph_and_given_plain_is_told_to_give_the_compiled_one() -> None:
+    torch.compiler.reset()
+    model, other = mlp(3, 4, 2).double(), mlp(3, 4, 2).double()
+    compiled, compiled_other = (torch.compile(m, backend="eager", fullgraph=True) for m in (model, other))
+    with pytest.raises(RuntimeError, match="give the compiled model to the optimizer"):
+        train(ng.KFAC(model, ng.Euclidean()), compiled)
+    train(ng.KFAC(compiled_other, ng.Euclidean()), compiled_other)
 
 
 def test_hooks_that_were_removed_are_a_cause_that_is_named() -> None:
