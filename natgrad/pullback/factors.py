@@ -9,6 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.moments import add_gram_, mirror_
+
 _LINE = 16  # numbers
 _ROWS = 2**24  # numbers, of explicit rows at a time
 _GRAM = 2**22  # elements of a temporary
@@ -81,8 +83,11 @@ class Factors:
         step = max(1, limit // (max(k * n, l * m) * c * i))
         for g, h in zip(self.g.split(step, dim=4), right.g.split(step, dim=4), strict=True):
             rows = Factors(self.a, g).rows().flatten(0, 1)
-            total.addmm_(rows, rows.T if other is None else Factors(right.a, h).rows().flatten(0, 1).T)
-        return total
+            if other is None:
+                add_gram_(total, rows)
+            else:
+                total.addmm_(rows, Factors(right.a, h).rows().flatten(0, 1).T)
+        return mirror_(total) if other is None else total
 
     def _gram_by_positions(self, other: Factors, limit: int) -> Tensor:
         """Σ_rs ⟨g_knr, h_lms⟩⟨a_nr, b_ms⟩, for blocks of pairs of examples (n, m)."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from natgrad.accelerate.moments import add_gram_, mirror_
 from natgrad.kernels.gram import KernelMatrix, root_or_nan
 from natgrad.linalg import (
     Damping,
@@ -123,9 +124,8 @@ class KernelOperator(Operator):
         k, n = self.factors[0].g.shape[:2]
         total = self.factors[0].g.new_zeros(k * n, k * n)
         for rows in (r for f in self.factors for r in _slices(f)):
-            mixed = self.K.whiten(rows).flatten(0, 1)
-            total.addmm_(mixed, mixed.T)
-        return total
+            add_gram_(total, self.K.whiten(rows).flatten(0, 1))
+        return mirror_(total)
 
     def gram_with(self, other: KernelOperator) -> Tensor:
         """R R'ᵀ [(k n) (l m)] with the rows of another kernel over the same parameters, layer by layer.

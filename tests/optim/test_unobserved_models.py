@@ -47,7 +47,8 @@ def test_a_model_that_is_called_compiled_and_was_given_plain_is_a_cause_that_is_
 def test_a_model_compiled_as_one_graph_and_given_plain_is_told_to_give_the_compiled_one() -> None:
     torch.compiler.reset()
     model, other = mlp(3, 4, 2).double(), mlp(3, 4, 2).double()
-    compiled, compiled_other = (torch.compile(m, backend="eager", fullgraph=True) for m in (model, other))
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    compiled_other: Any = torch.compile(other, backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="give the compiled model to the optimizer"):
         train(ng.KFAC(model, ng.Euclidean()), compiled)
     train(ng.KFAC(compiled_other, ng.Euclidean()), compiled_other)
