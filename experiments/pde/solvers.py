@@ -127,7 +127,7 @@ def least_squares(**choices: Any) -> Callable[[nn.Module, Classes, float | None,
 
 
 def falling_spring(decay: float) -> Callable[[nn.Module, Classes, float | None, int], Stepper]:
-    """Momentum with a longest step, the rate; the damping is the library's, a share of the first metric."""
+    """The rate is the longest step; the damping is the library's, a share of the first metric."""
 
     def made(net: nn.Module, classes: Classes, rate: float | None, memory: int) -> Stepper:
         rule = ng.Spring(decay=decay, norm=rate or 0.05)

@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import TypeAlias, final
 
@@ -79,8 +78,7 @@ def mean_eigenvalues(factors: Sequence[SymFactor]) -> Tensor:
     """
     flat = [factor for factor in factors if not is_dense(factor)]
     sums = iter(torch._foreach_div(torch._foreach_norm(flat, 1), [float(t.numel()) for t in flat]) if flat else ())
-    means = [diagonal(factor).mean() if is_dense(factor) else next(sums) for factor in factors]
-    return torch.stack(means)
+    return torch.stack([diagonal(factor).mean() if is_dense(factor) else next(sums) for factor in factors])
 
 
 def balance(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> Tensor:
@@ -572,6 +570,7 @@ def invert(
     warm: bool = False,
     newton: Newton | None = None,
     wait: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor | None:
     """Compute all inverses. One damped batch and, on a GPU, its triangular inverse are held besides.
 
@@ -584,12 +583,13 @@ def invert(
     ``power``: p < 1, and inverse roots beside p = 1, are made by products on a GPU, and by eigenvalues on a processor
     or if p is not k/2ᵐ. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
     ``epsilon``: the shifts are at least this share of the mean eigenvalue, and no condition number is above
-    (c·d + ε)/ε; a factor whose shift is zero is zero itself, and so are its inverses.
+    (c·d + ε)/ε; a factor whose shift is zero is zero itself, and so are its inverses. ``rows``: ``rows_of`` the
+    diagonals among the factors, where a graph is captured.
     """
     roots = power != 1 or any(job.half is not None for job in jobs)
     newton = newton if warm and not roots else None
     if diagonals := [job for job in jobs if not is_dense(job.out)]:
-        _invert_diagonals(diagonals, power, dead=epsilon is not None)
+        _invert_diagonals(diagonals, power, dead=epsilon is not None, rows=rows)
     dense = [job for job in jobs if is_dense(job.out)]
     failures: list[Tensor] = []
     titles: list[str] = []
@@ -612,10 +612,10 @@ def invert(
     return torch.stack(failures).sum().float() if failures else None
 
 
-def _invert_diagonals(jobs: Sequence[Inversion], power: float, dead: bool) -> None:
+def _invert_diagonals(jobs: Sequence[Inversion], power: float, dead: bool, rows: Tensor | None) -> None:
     """All of them as one vector: a network has dozens of diagonals, and they may be inverted in every step."""
     shapes = [job.factor.shape for job in jobs]
-    rows = _rows(tuple((c, d) for c, d in shapes), jobs[0].factor.device)
+    rows = rows_of([job.factor for job in jobs]) if rows is None else rows
     damped = torch.cat([job.factor.reshape(-1) for job in jobs])
     damped.add_(torch.cat([job.shift for job in jobs]).index_select(0, rows))
     if dead:  # the inverse of zero is zero
@@ -630,11 +630,16 @@ def _invert_diagonals(jobs: Sequence[Inversion], power: float, dead: bool) -> No
     torch._foreach_copy_([job.out for job in jobs], [t.view(shape) for t, shape in zip(new, shapes, strict=True)])
 
 
-@lru_cache(maxsize=16)
-def _rows(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """In which row of tensors [c d], all of them one after the other, every number is."""
-    lengths = torch.tensor([d for c, d in shapes for _ in range(c)])
-    return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths).to(device)
+def rows_of(diagonals: Sequence[Tensor]) -> Tensor:
+    """In which row of these tensors [c d], counted over all of them, every number is.
+
+    >>> rows_of([torch.zeros(1, 2), torch.zeros(2, 1)])
+    tensor([0, 0, 1, 2], dtype=torch.int32)
+    """
+    lengths = torch.tensor([t.shape[1] for t in diagonals for _ in range(len(t))], device="cpu")
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+    total = sum(t.numel() for t in diagonals)
+    return torch.repeat_interleave(numbers, lengths, output_size=total).to(diagonals[0].device)
 
 
 def _invert_batch(
@@ -829,6 +834,7 @@ class BatchedInverse:
     def __init__(self) -> None:
         self.graphs = GraphCache[None]()
         self._count: Tensor | None = None  # of failures in the graph
+        self._rows: dict[tuple[torch.Size, ...], Tensor] = {}  # which graphs read: they live as long as these
         self.failures: list[Tensor] = []  # numbers of failures, on their way to the host
 
     def compute_(
@@ -861,6 +867,7 @@ class BatchedInverse:
             self._send(invert(jobs(factors, damping), power=power, epsilon=epsilon, warm=True, newton=newton))
             return
         count = self._count = factors[0].new_zeros(()) if self._count is None else self._count
+        rows = self._rows_of([factor for factor in factors if not is_dense(factor)])
 
         def in_graph(factor: SymFactor) -> bool:
             d = factor.shape[-1]
@@ -872,13 +879,13 @@ class BatchedInverse:
 
         def small(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             chosen = [job for job in jobs(tensors, scalars[0]) if in_graph(job.factor)]
-            failures = invert(chosen, power=power, epsilon=epsilon, warm=True)
+            failures = invert(chosen, power=power, epsilon=epsilon, warm=True, rows=rows)
             if failures is not None:
                 count.copy_(failures)
 
         self.graphs.run(small, factors, [damping], (key, repr(newton), power, epsilon), placed=True)
         dense = [factor for factor in factors if is_dense(factor)]
-        if dense:  # nothing else can fail
+        if any(map(in_graph, dense)):  # else nothing in it can fail
             self._send(count)
         if not all(map(in_graph, dense)):
             large = [job for job in jobs(factors, damping) if not in_graph(job.factor)]
@@ -888,6 +895,15 @@ class BatchedInverse:
         """Whether a matrix could not be inverted, as far as the host has read."""
         self.failures = [failure for failure in self.failures if float(failure) != 0]  # NaN has not arrived
         return any(float(failure) > 0 for failure in self.failures)
+
+    def _rows_of(self, diagonals: Sequence[Tensor]) -> Tensor | None:
+        """Made before a graph is captured, which cannot read what the host makes, and kept at one address."""
+        if not diagonals:
+            return None
+        shapes = tuple([t.shape for t in diagonals])
+        if shapes not in self._rows:
+            self._rows[shapes] = rows_of(diagonals)
+        return self._rows[shapes]
 
     def inherit(self, other: BatchedInverse) -> None:
         """Take over the failures of the inverses that these were copied from."""

@@ -175,15 +175,20 @@ def counted_moment(x: Tensor, ones: bool, counted: Tensor, count: Tensor) -> Ten
     tensor([[4., 2.],
             [2., 1.]])
     """
+    if x.device.type == "cuda" and x.shape[2]:
+        return counted_product(x, ones, counted, count)
+    return _with_corner(second_moment(x.where(counted.unsqueeze(-1), 0), ones), ones, count)
+
+
+def counted_product(x: Tensor, ones: bool, counted: Tensor, count: Tensor) -> Tensor:
+    """The same for a GPU: rows are masked, rounded and put beside their ones in one pass."""
     n, r, i = x.shape
-    if x.device.type != "cuda" or not i:
-        return _with_corner(second_moment(x.where(counted.unsqueeze(-1), 0), ones), ones, count)
     copied = ones and x.numel() <= _COPIED
     width = aligned_size(i + 1) if copied else i
     copy = x.new_empty(n * r, width, dtype=multiplied(x, x.numel() * i))
     if width > i:
         copy[:, i:].fill_(1.0)
-    # x where counted > ½, else 0: rounded, and put beside the ones, in one pass.
+    # x where counted > ½, else 0.
     into = copy.view(n, r, width)[..., :i]
     torch.ops.aten.threshold_backward.grad_input(x, counted.unsqueeze(-1), 0.5, grad_input=into)
     if not ones:

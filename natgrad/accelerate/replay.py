@@ -185,11 +185,11 @@ class GraphCache(Generic[T]):
         ``key`` stands for all else that ``fn`` reads or writes: options, addresses of what it holds. What changes with
         the batch is not in the key but in ``size``, if the shapes of the tensors do not tell. ``shaped``: the key tells
         the shapes and types of the tensors, as those of parameters tell those of gradients, and they are not compared.
-        ``placed``: it tells where they lie as well, and they are read there. Other tensors are copied to where the
-        graph reads them if they are small, so that they may lie anywhere. With ``may_copy`` up to 256 MB are:
-        gradients, which lie elsewhere after every step with new factors. In a graph the scalars are tensors [] of
-        single precision, so that they may change between replays. What comes back from a replay is the result of the
-        capture, with new numbers in its tensors.
+        ``placed``: it also holds their addresses, and the graph reads them there; the strides at one address must stay.
+        Other tensors are copied to where the graph reads them if they are small, so that they may lie anywhere. With
+        ``may_copy`` up to 256 MB are: gradients, which lie elsewhere after every step with new factors. In a graph the
+        scalars are tensors [] of single precision, so that they may change between replays. What comes back from a
+        replay is the result of the capture, with new numbers in its tensors.
         """
         if not self.possible(tensors):
             return fn(tensors, scalars)

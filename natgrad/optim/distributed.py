@@ -180,6 +180,8 @@ class Group(World):
     def inverse(
         self, solver: Solver, G: Operator, damping: Damping, *, last: Inverse | None = None, warm: Tensors | None = None
     ) -> Inverse:
+        if G.inverts_at_once and last is not None:  # all processes have the same G
+            return solver.again(last, G, damping)
         start = warm if last is None else last.tensors()
 
         def invert(share: Operator) -> Inverse:

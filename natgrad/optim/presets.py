@@ -318,10 +318,9 @@ def Natural(
     (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as ``ng.Fisher(family,
     samples=1)``, has the factors of K-FAC, from one more backward pass, ``ng.Empirical()`` those of the loss's own
     cotangents. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence (``Kronecker``). The metric is estimated
-    every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps (default: those of diagonals in
-    every step, those of whole factors every 25), or with "fresh" when the metric has moved (``Refresh``), and
-    (``early``) in the steps 1, 2, 4, … before. ``strict`` is that of ``NaturalGradient``, and the other arguments those
-    of ``KFAC``.
+    every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps (default: 1, and 25 with
+    ``factors="whole"``), or with "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4,
+    … before. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

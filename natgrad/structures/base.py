@@ -408,7 +408,7 @@ class Operator(ABC):
         """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
 
         ``warm``: the ``tensors()`` of the last inverse. A factor that cannot be inverted keeps them, and ``newton``
-        refreshes them. ``into``: in their place the last inverse itself, which may be overwritten.
+        refreshes them. ``into``: given instead of ``warm``, the last inverse itself, which may be overwritten.
         """
         self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
 
@@ -418,6 +418,11 @@ class Operator(ABC):
         Raises where it fails again.
         """
         raise FactorisationError(NOT_POSITIVE)
+
+    @property
+    def inverts_at_once(self) -> bool:
+        """Whether an inverse takes less time than to send it to another process, and cannot fail."""
+        return False
 
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """``invert(self)``, divided over processes by layers where this structure has layers to divide."""

@@ -589,6 +589,10 @@ class KroneckerOperator(LayerOperator):
         out.compute_(self, 0.0)
         return out
 
+    @property
+    def inverts_at_once(self) -> bool:
+        return not any(map(is_dense, (*self.left, *self.right)))
+
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """Every process inverts the factors of its share of the layers."""
         if self.power == 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.accelerate import moments as products
 from natgrad.accelerate import patches as launches
-from natgrad.accelerate.moments import affine_product
+from natgrad.accelerate.moments import affine_product, counted_product
 from natgrad.accelerate.patches import (
     Axis,
     Span,
@@ -110,6 +110,21 @@ def test_the_affine_product_is_that_with_a_column_of_ones(m: int, i: int) -> Non
     ones = torch.cat([x, x.new_ones(m, 1)], 1)
     near(affine_product(x), ones.T @ ones, x)
     assert affine_product(x).stride(0) % 8 == 0
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("ones", [False, True])
+def test_the_product_of_the_rows_that_count_is_that_of_them_alone(
+    ones: bool, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the others hold."""
+    if large:
+        monkeypatch.setattr(products, "_COPIED", 0)
+    x, counted = normal(6, 4, 3).transpose(0, 1), normal(4, 6) > 0
+    alone = x[counted]
+    alone = torch.cat([alone, alone.new_ones(len(alone), 1)], 1) if ones else alone
+    x = x.masked_fill(~counted.unsqueeze(-1), torch.nan)
+    near(counted_product(x, ones, counted, counted.sum().view(1)), alone.T @ alone, alone)
 
 
 def test_rows_of_a_product_start_at_multiples_of_a_vector() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.accelerate import inverses, replay, roots
@@ -64,12 +64,7 @@ def test_what_fails_in_either_part_is_told_and_keeps_its_inverse(layer: int, mon
     assert not again.failed()
 
 
-@pytest.mark.parametrize("few", [0, 2**22])
-def test_what_is_replayed_follows_the_factors_and_the_damping(
-    few: int, graphs: EagerGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the factors are copied to where a graph reads them, or recognised by their addresses."""
-    monkeypatch.setattr(replay, "_COPY_BYTES", few)
+def test_what_is_replayed_follows_the_factors_and_the_damping(graphs: EagerGraphs) -> None:
     _, G = operator_of("mlp_tanh")
     last = ng.Factored().init(G, 0.1)
     for turn in range(5):
@@ -80,6 +75,38 @@ def test_what_is_replayed_follows_the_factors_and_the_damping(
         for key, found in last.tensors().items():
             close(found, expected[key], 1e-6)  # a graph has the damping in single precision
     assert graphs.log == ["capture", *4 * ["replay"]]
+
+
+@pytest.mark.usefixtures("graphs")
+def test_factors_that_lie_elsewhere_are_not_those_of_the_graph() -> None:
+    _, G = operator_of("mlp_tanh")
+    last = ng.Factored().init(G, 0.1)
+    for _ in range(3):
+        ng.Factored().again(last, G, 0.1)
+    other = replace(G, left=tuple(2 * t for t in G.left), right=tuple(3 * t for t in G.right))
+    again = ng.Factored().again(last, other, 0.1).tensors()
+    for key, expected in ng.Factored().init(other, 0.1).tensors().items():
+        close(again[key], expected, 1e-6)
+
+
+@pytest.mark.parametrize("damping", [0.1, ng.Relative(0.1)])
+@pytest.mark.parametrize("power", [1.0, 0.25])
+def test_diagonals_of_groups_are_damped_group_by_group(power: float, damping: float | ng.Relative) -> None:
+    """λ_S = √λ/π and λ_A = π√λ, π² = mean A/mean S of the group; ε·mean S and ε·mean A over all groups."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(6, 4, 1, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    pb = ng.pullback(model, torch.randn(8, 6, 3).double(), ng.Euclidean())
+    G = ng.Kronecker(largest=1, power=power).estimate(pb)
+    assert [tuple(t.shape) for t in (*G.left, *G.right)] == [(2, 2), (1, 3), (2, 4), (1, 13)]
+    found = ng.Factored().init(G, damping).tensors()
+    for block, S, A in zip(G.blocks, G.left, G.right, strict=True):
+        if isinstance(damping, ng.Relative):
+            of_s, of_a = 0.1 * S.mean(), 0.1 * A.mean()
+        else:
+            π = (A.mean(1, keepdim=True) / S.mean(1, keepdim=True)).sqrt()
+            of_s, of_a = damping**0.5 / π, damping**0.5 * π
+        close(found[f"{block.names[0]}/S"], (S + of_s) ** -power, 1e-12)
+        close(found[f"{block.names[0]}/A"], (A + of_a) ** -power, 1e-12)
 
 
 def test_an_inverse_that_is_made_anew_every_time_is_never_captured(graphs: EagerGraphs) -> None:
