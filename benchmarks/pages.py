@@ -130,6 +130,7 @@ NAMES_OF_RACERS = {
     "natural-kl": '`ng.Natural(fit="kl")`',
     "whole-polar-quarter": '`ng.Natural(factors="whole", power=0.25)`',
     "natural-decay-90": "`ng.Natural(decay=0.9)`",
+    "natural-every-25": "`ng.Natural(inverse_every=25)`",
     "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
     "ng-kl-shampoo": 'KL-Shampoo, `ng.Shampoo(fit="kl")`',
 }

@@ -371,7 +371,7 @@ def _natural(
     fit: Literal["mean", "kl"] = "mean",
     polar: bool = True,
     factors: Literal["diagonal", "whole"] = "diagonal",
-    inverse_every: int = 25,
+    inverse_every: int | None = None,
     epsilon: float = 0.01,
     rms: float = 0.4,
     decay: float = 0.95,
@@ -448,6 +448,7 @@ CONTENDERS: dict[str, Contender] = {
     "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
     "natural-rms-20": Contender(_natural(rms=0.2), 6e-3),
     "natural-every-5": Contender(_natural(inverse_every=5), 3e-3),
+    "natural-every-25": Contender(_natural(inverse_every=25), 3e-3),
     # Whole factors with the polar step, momentum 0.95.
     "whole-polar": Contender(_whole_polar(), 3e-3),
     "whole-polar-quarter": Contender(_whole_polar(power=0.25), 3e-3),
