@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.accelerate import replay
-from natgrad.accelerate.moments import column_moments, symmetric_product
+from natgrad.accelerate.moments import column_moments, counted_moment, symmetric_product
 from natgrad.accelerate.replay import GraphCache
 from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call, Rule
@@ -70,6 +70,46 @@ def test_sums_over_columns_are_those_of_the_cpu(shape: tuple[int, int], dtype: t
     tol = 1e-12 if dtype == torch.float64 else 1e-5
     close(squares.cpu().double(), x.square().sum(0), tol)
     close(sums.cpu().double(), x.sum(0), tol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("i", [3, 384, 2100])
+def test_rows_that_do_not_count_are_in_no_moment(i: int, ones: bool, dtype: torch.dtype) -> None:
+    """Whatever they hold; with 2100 columns they are too many for a copy beside a column of ones."""
+    x, counted = normal(8, 1000, i).to(dtype), normal(8, 1000) > 0
+    alone = x[counted].double()
+    alone = torch.cat([alone, alone.new_ones(len(alone), 1)], 1) if ones else alone
+    there = x.masked_fill(~counted.unsqueeze(-1), torch.nan).cuda()
+    mask, count = counted.cuda(), counted.sum().view(1).cuda()
+    with no_waiting():
+        found = counted_moment(there, ones, mask, count)
+    close(found.cpu().double() / len(alone), alone.T @ alone / len(alone), 1e-12 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_positions_that_no_cotangent_reaches_do_not_count(tied: bool) -> None:
+    """Layers that read one tensor wait for each other; A of the others is made while the pass goes on."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.q, self.k = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.last = self.first if tied else nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).tanh()
+            x = self.q(x).tanh() * self.k(x[:, :4].mean(1, keepdim=True)).tanh() + self.k(x)
+            y = x[..., :5] if tied else x
+            return self.last(y)[:, :4].flatten(1)  # the last two of six positions are padding
+
+    torch.manual_seed(0)
+    here, x = Tokens().double(), normal(7, 6, 5)
+    there = copy.deepcopy(here).cuda()
+    expected = ng.Kronecker().estimate(ng.pullback(here, x, ng.Euclidean()))
+    found = ng.Kronecker().estimate(ng.pullback(there, x.cuda(), ng.Euclidean()))
+    for one, other in zip((*found.left, *found.right), (*expected.left, *expected.right), strict=True):
+        close(one.cpu(), other)
 
 
 def test_cotangents_are_pulled_back_in_the_thread_that_asks_for_them() -> None:
