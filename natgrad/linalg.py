@@ -94,7 +94,7 @@ def cholesky(matrix: Tensor, damping: float | Tensor, what: str) -> Tensor:
     if bool(suspicious.any()):
         each = _each(damping, largest)[suspicious]
         for values, failed, λ in zip(_spectra(damped[suspicious]), info[suspicious], each, strict=True):
-            refuse_singular(values, size * eps, bool(failed > 0), float(λ), what)
+            refuse_singular(values, what=what, damping=float(λ), rtol=size * eps, failed=bool(failed > 0))
     return factor
 
 
@@ -123,8 +123,8 @@ def damped_spectrum(values: Tensor, damping: float | Tensor, what: str) -> Tenso
     bad = (smallest <= 0) | ((λ <= 8 * eps * largest) & (smallest <= rounding))
     if bool(bad.any()):
         at = int(bad.flatten().nonzero()[0])
-        ascending = damped.reshape(-1, size)[at].sort().values
-        refuse_singular(ascending, size * eps, True, float(λ.reshape(-1)[at]), what)
+        number = float(λ.reshape(-1)[at])
+        refuse_singular(damped.reshape(-1, size)[at], what=what, damping=number, rtol=size * eps, failed=True)
     return damped
 
 
@@ -187,12 +187,15 @@ def _spectra(matrices: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(matrices.double()).reshape(-1, matrices.shape[-1])
 
 
-def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: Damping, what: str) -> None:
-    """Raise if one of the ascending ``values`` is not above ``rtol`` times the largest.
+def refuse_singular(values: Tensor, *, what: str, damping: Damping, rtol: float = 0.0, failed: bool = False) -> None:
+    """Raise if an eigenvalue in ``values`` [d] is not above ``rtol`` times the largest.
 
     ``failed``: a factorisation has failed, so that this raises in any case. The error has the rank, the smallest
     eigenvalue and the two remedies.
+
+    >>> refuse_singular(torch.tensor([2.0, 1.0]), what="the metric", damping=0.0)
     """
+    values = values.sort().values
     smallest, largest = float(values[0]), float(values[-1])
     rank = int((values > rtol * max(largest, 0.0)).sum())
     if not failed and rank == values.numel():

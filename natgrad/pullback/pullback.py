@@ -708,6 +708,8 @@ def _placed(coupled: Coupling, y: Tensor) -> Coupling:
 
 def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:
     """The layers of the model, by the user's rules and those of the library."""
+    if not isinstance(rules, Sequence):
+        raise TypeError(f"rules is a list of layer rules, rules=[MyRule()], got {rules!r}")
     check_slots(**{f"rules[{at}]": (rule, Rule) for at, rule in enumerate(rules)})
     return partition(model, (*rules, *RULES))
 

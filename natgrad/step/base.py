@@ -76,7 +76,8 @@ class StepContext:
     in ``smooth(ω)`` = μm + (1 − μ)ω, there is no velocity, and ``move(v)`` is −lr·v; else ``smooth(ω)`` is ω.
     ``acceleration(δ)`` = −Γ(δ, δ) is the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss
     of the closure at θ (None: here), if there is a closure. ``queries()`` answers questions about the model and its
-    metric on the current batch. ``residuals``: of a loss of least squares, where the residuals are known.
+    metric on the batch of the last forward pass: of accumulated gradients, the last share only. ``residuals``: of a
+    loss of least squares, where the residuals are known.
     """
 
     step: int  # the number of steps before this one
@@ -137,8 +138,8 @@ class StepContext:
 class StepRule(ABC):
     """Turns the natural gradient into a step: ``take`` is all that a rule must write.
 
-    Rules hold no state: what adapts (the damping) lives in the optimizer. A rule that only scales the natural gradient
-    is a ``PlainRule``.
+    Rules hold no state, which no checkpoint would keep: the optimizer keeps ``damping`` and ``velocity`` of a ``Step``,
+    and ``context.step`` counts. A rule that only scales a direction is a ``PlainRule``.
     """
 
     @property

@@ -107,7 +107,7 @@ class DiagonalOperator(Operator):
         if self.power == 0:
             return self.values.new_zeros(())
         damped = self._damped(damping)
-        refuse_singular(damped.sort().values, 0.0, False, damping, _WHAT)
+        refuse_singular(damped, what=_WHAT, damping=damping)
         return self.power * damped.log().sum()
 
     def eigenvalues(self) -> Tensor:
@@ -157,7 +157,7 @@ class DiagonalOperator(Operator):
         check_finite(self.values, "the diagonal of the metric")
         bad = damped < 0 if isinstance(damping, Relative) else damped <= 0
         if bool(bad.any()):
-            refuse_singular(damped.sort().values, 0.0, True, damping, _WHAT)
+            refuse_singular(damped, what=_WHAT, damping=damping, failed=True)
         return damped
 
     def _shift(self, damping: Damping) -> float | Tensor:

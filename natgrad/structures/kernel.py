@@ -353,7 +353,8 @@ class KernelOperator(Operator):
         zeros = values.new_zeros(max(self.layout.size - values.numel(), 0))
         spectrum = torch.cat([zeros, values]).sort().values[-self.layout.size :]
         rtol = values.numel() * torch.finfo(gram.dtype).eps
-        refuse_singular(spectrum, rtol, False, damping, "the kernel metric, which Woodbury inverts only with damping,")
+        what = "the kernel metric, which Woodbury inverts only with damping,"
+        refuse_singular(spectrum, what=what, damping=damping, rtol=rtol)
         self.refuse("Cholesky without damping", "Woodbury divides by it; add damping > 0, or use Pinv() or Dense")
 
 

@@ -584,7 +584,7 @@ class KroneckerOperator(LayerOperator):
                     groups = groups.amin(0, keepdim=True)
                 for values in groups:
                     rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps
-                    refuse_singular(values, rounding, False, 0.0, f"the factor {side} of {block.title}")
+                    refuse_singular(values, what=f"the factor {side} of {block.title}", damping=0.0, rtol=rounding)
         out = ProductInverse.empty(self, fallback)
         out.compute_(self, 0.0)
         return out

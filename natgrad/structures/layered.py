@@ -516,7 +516,7 @@ class LayerOperator(Operator):
     def refuse_singular(self, block: Block, damped: Tensor, damping: Damping) -> None:
         """Raise, by the name of its layer, if one of the eigenvalues [c o i] of G + λ is zero up to rounding."""
         what = f"the block {block.title} of the metric"
-        refuse_singular(damped.flatten().sort().values, self._rounding(block), False, damping, what)
+        refuse_singular(damped.flatten(), what=what, damping=damping, rtol=self._rounding(block))
 
     # Inverses.
 

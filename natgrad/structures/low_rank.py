@@ -175,7 +175,8 @@ class LowRankOperator(Operator):
         beside = outside.expand(self.floor.numel() - self.values.numel())
         if not zero:
             spectrum = torch.cat([beside, inside]).sort().values
-            refuse_singular(spectrum, spectrum.numel() * torch.finfo(spectrum.dtype).eps, False, damping, _WHAT)
+            rounding = spectrum.numel() * torch.finfo(spectrum.dtype).eps
+            refuse_singular(spectrum, what=_WHAT, damping=damping, rtol=rounding)
         scales = (inverse_powered(t.clamp(min=0), self.power) for t in (inside, outside))
         return RangeInverse(self.layout, self.vectors, *scales)
 
@@ -190,7 +191,7 @@ class LowRankOperator(Operator):
             return False
         if e.numel() > _LARGEST:
             spectrum = torch.cat([e, self.values]).sort().values[-e.numel() :]
-            refuse_singular(spectrum, e.numel() * eps, True, damping, _WHAT)
+            refuse_singular(spectrum, what=_WHAT, damping=damping, rtol=e.numel() * eps, failed=True)
         return True
 
     def _capacity(self, damping: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,6 +59,7 @@ CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: _linear(structure=ng.Cholesky()), TypeError, "structure must be a natgrad Structure"),
     (lambda: _linear(solver=ng.CG), TypeError, r"solver must be .* write CG\(…\)"),
     (lambda: _linear(step=0.1), TypeError, "step must be a natgrad StepRule, got 0.1"),
+    (lambda: _linear(rules=None), TypeError, r"rules is a list of layer rules, rules=\[MyRule\(\)\], got None"),
 ]
 
 

@@ -1,8 +1,9 @@
 """A plain step: in few operations, in one pass on a GPU, and replayed where it comes again."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import pytest
 import torch
@@ -335,3 +336,33 @@ def test_a_captured_step_follows_gradient_learning_rate_and_inverse(
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
     assert captures.captures == 1
     assert captures.replays == 6  # the first step has no momentum yet, the second is the first of its kind
+
+
+@final
+@dataclass(frozen=True)
+class Sign(StepRule):
+    """δ = −lr·sign(v), which is finite where v is not."""
+
+    def take(self, context: StepContext) -> Step:
+        v = context.sharp(context.smooth(context.differential), context.damping)
+        return Step(context.move(v.map(torch.sign)), context.damping)
+
+
+def test_on_a_gpu_a_finite_step_of_a_gradient_that_is_not_moves_nothing(
+    gpu: Callable[[], list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = net(), torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Diagonal(), step=Sign(), lr=0.1, damping=0.1)
+    gpu()
+    monkeypatch.setattr(optimizer, "can_read", lambda t: False)
+    moved = []
+    for spoiled in (False, True):
+        before = [p.detach().clone() for p in model.parameters()]
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        grad = model.get_parameter("0.weight").grad
+        assert grad is not None
+        grad[0, 0] = torch.nan if spoiled else grad[0, 0]
+        opt.step()
+        moved.append(any(not torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True)))
+    assert moved == [True, False]
