@@ -166,7 +166,7 @@ class LeastSquares:
     gradients where neither fits into ``memory``, bytes. ``Kronecker`` preconditions by K-FAC (Dangel et al. 2024).
     ``step``: any step rule; by default ``GeodesicSearch``, whose steps always lower the loss and whose λ rises where
     only short steps do. It starts at ``damping``, by default a thousandth of the mean eigenvalue of G. ``solver``: for
-    ``Implicit`` and layered structures.
+    ``Implicit`` and layered structures. The attributes ``lr`` and ``rule`` may be set between two steps.
 
     >>> import natgrad as ng
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
