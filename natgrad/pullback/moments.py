@@ -300,12 +300,16 @@ class ReachedPositions:
         readers: dict[Hashable, list[int]] = {}
         for b, block in layers.items():
             readers.setdefault(_read_by(tape, block, b), []).append(b)
-        self._waiting = list(readers.values())  # numbers of layers that read one tensor
-        self._there: dict[int, Tensor | None] = {}
+        self._readers = {
+            b: numbers for numbers in readers.values() for b in numbers
+        }  # of what a layer reads
+        self._there: dict[int, Tensor | None] = {}  # of layers whose A is not made yet
+        self._new: list[int] = []  # layers whose cotangents have come since ``take``
 
     def update(self, there: Mapping[int, Tensor | None]) -> None:
         """Masks [n r] by the numbers of layers, or None where all positions count."""
         self._there.update(there)
+        self._new += there
 
     def take(self, *, whole: bool) -> dict[int, tuple[Tensor, ...]]:
         """Masks [n r] by the numbers of layers: a position counts where one of them is true; where there is none, all.
@@ -313,15 +317,16 @@ class ReachedPositions:
         ``whole``: only of layers that need not wait for others, or else of all that a cotangent has come to.
         """
         taken: dict[int, tuple[Tensor, ...]] = {}
-        waiting = []
-        for numbers in self._waiting:
-            came = [b for b in numbers if b in self._there]
-            if whole and len(came) < len(numbers):
-                waiting.append(numbers)
+        for b in self._new if whole else self._there:
+            numbers = self._readers[b]
+            came = [number for number in numbers if number in self._there]
+            if b in taken or (whole and len(came) < len(numbers)):
                 continue
-            masks = tuple([mask for b in came if (mask := self._there[b]) is not None])
+            masks = tuple([mask for number in came if (mask := self._there[number]) is not None])
             taken.update(dict.fromkeys(came, masks if len(masks) == len(came) else ()))
-        self._waiting = waiting
+        self._new = []
+        for b in taken:
+            del self._there[b]
         return taken
 
 
