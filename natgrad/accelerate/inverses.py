@@ -570,7 +570,7 @@ def invert(
     warm: bool = False,
     newton: Newton | None = None,
     wait: bool = False,
-    rows: Tensor | None = None,
+    rows: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> Tensor | None:
     """Compute all inverses. One damped batch and, on a GPU, its triangular inverse are held besides.
 
@@ -583,13 +583,13 @@ def invert(
     ``power``: p < 1, and inverse roots beside p = 1, are made by products on a GPU, and by eigenvalues on a processor
     or if p is not k/2ᵐ. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
     ``epsilon``: the shifts are at least this share of the mean eigenvalue, and no condition number is above
-    (c·d + ε)/ε; a factor whose shift is zero is zero itself, and so are its inverses. ``rows``: ``rows_of`` the
-    diagonals among the factors, where a graph is captured.
+    (c·d + ε)/ε; a factor whose shift is zero is zero itself, and so are its inverses. ``rows``: ``rows_of``, with
+    a cache of those that captured graphs read.
     """
     roots = power != 1 or any(job.half is not None for job in jobs)
     newton = newton if warm and not roots else None
     if diagonals := [job for job in jobs if not is_dense(job.out)]:
-        _invert_diagonals(diagonals, power, dead=epsilon is not None, rows=rows)
+        _invert_diagonals(diagonals, power, dead=epsilon is not None, rows=rows or rows_of)
     dense = [job for job in jobs if is_dense(job.out)]
     failures: list[Tensor] = []
     titles: list[str] = []
@@ -612,12 +612,13 @@ def invert(
     return torch.stack(failures).sum().float() if failures else None
 
 
-def _invert_diagonals(jobs: Sequence[Inversion], power: float, dead: bool, rows: Tensor | None) -> None:
+def _invert_diagonals(
+    jobs: Sequence[Inversion], power: float, dead: bool, rows: Callable[[Sequence[Tensor]], Tensor]
+) -> None:
     """All of them as one vector: a network has dozens of diagonals, and they may be inverted in every step."""
     shapes = [job.factor.shape for job in jobs]
-    rows = rows_of([job.factor for job in jobs]) if rows is None else rows
     damped = torch.cat([job.factor.reshape(-1) for job in jobs])
-    damped.add_(torch.cat([job.shift for job in jobs]).index_select(0, rows))
+    damped.add_(torch.cat([job.shift for job in jobs]).index_select(0, rows([job.factor for job in jobs])))
     if dead:  # the inverse of zero is zero
         damped.masked_fill_(damped == 0, torch.inf)
     for job, of_job in zip(jobs, damped.split([shape.numel() for shape in shapes]), strict=True):
@@ -864,10 +865,10 @@ class BatchedInverse:
         epsilon = 2.0 ** math.floor(math.log2(damping)) if relative else None
         newton = newton if power == 1 else None
         if not self.graphs.possible(factors):
-            self._send(invert(jobs(factors, damping), power=power, epsilon=epsilon, warm=True, newton=newton))
+            every = jobs(factors, damping)
+            self._send(invert(every, power=power, epsilon=epsilon, warm=True, newton=newton, rows=self._rows_of))
             return
         count = self._count = factors[0].new_zeros(()) if self._count is None else self._count
-        rows = self._rows_of([factor for factor in factors if not is_dense(factor)])
 
         def in_graph(factor: SymFactor) -> bool:
             d = factor.shape[-1]
@@ -879,7 +880,7 @@ class BatchedInverse:
 
         def small(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             chosen = [job for job in jobs(tensors, scalars[0]) if in_graph(job.factor)]
-            failures = invert(chosen, power=power, epsilon=epsilon, warm=True, rows=rows)
+            failures = invert(chosen, power=power, epsilon=epsilon, warm=True, rows=self._rows_of)
             if failures is not None:
                 count.copy_(failures)
 
@@ -896,10 +897,8 @@ class BatchedInverse:
         self.failures = [failure for failure in self.failures if float(failure) != 0]  # NaN has not arrived
         return any(float(failure) > 0 for failure in self.failures)
 
-    def _rows_of(self, diagonals: Sequence[Tensor]) -> Tensor | None:
-        """Made before a graph is captured, which cannot read what the host makes, and kept at one address."""
-        if not diagonals:
-            return None
+    def _rows_of(self, diagonals: Sequence[Tensor]) -> Tensor:
+        """Kept at one address, where graphs read it. What is captured has run before, so that it is there by then."""
         shapes = tuple([t.shape for t in diagonals])
         if shapes not in self._rows:
             self._rows[shapes] = rows_of(diagonals)

@@ -300,9 +300,7 @@ class ReachedPositions:
         readers: dict[Hashable, list[int]] = {}
         for b, block in layers.items():
             readers.setdefault(_read_by(tape, block, b), []).append(b)
-        self._readers = {
-            b: numbers for numbers in readers.values() for b in numbers
-        }  # of what a layer reads
+        self._readers = {b: numbers for numbers in readers.values() for b in numbers}  # of what a layer reads
         self._there: dict[int, Tensor | None] = {}  # of layers whose A is not made yet
         self._new: list[int] = []  # layers whose cotangents have come since ``take``
 
