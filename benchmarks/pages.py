@@ -255,7 +255,7 @@ def draw(path: Path = FIGURE) -> None:
             ax.spines[["top", "right"]].set_visible(False)
         task = tasks()["decoder"]
         finals = Records.load(RECORDS).of(task.name, REPORT, steps=task.steps)
-        racers = {"natural": ("ng.Natural", "tab:red"), "ng-muon": ("Muon", "tab:orange")}
+        racers = {"natural-every-25": ("ng.Natural", "tab:red"), "ng-muon": ("Muon", "tab:orange")}
         racers |= {"ng-soap": ("SOAP", "tab:gray"), "adamw": ("AdamW", "tab:blue")}
         for name, (title, colour) in racers.items():
             for at, run in enumerate(r for r in finals if r.run.optimizer == name):
