@@ -262,6 +262,34 @@ def test_a_plain_step_of_natural_multiplies_and_averages_all_layers_at_once(dept
     assert not [name for name in ("dot", "diag_embed", "where") if kernels.captured[name]]
 
 
+@pytest.mark.parametrize("every", [1, 5])
+def test_captured_steps_of_natural_are_those_of_a_processor(every: int, gpu: Callable[[], Gpu]) -> None:
+    """Layers of several shapes, whose diagonals are powers of one vector."""
+
+    def made(model: nn.Module) -> ng.NaturalGradient:
+        return ng.NaturalGradient(
+            model,
+            ng.BatchGradient(),
+            structure=ng.Refresh(ng.Kronecker(largest=1, power=0.5), 1, 0.9, every),
+            solver=ng.Factored(),
+            step=ng.Polar(0.4, "minimax"),  # converges, so that rounding stays rounding
+            damping=ng.Relative(0.5),
+            lr=0.01,
+            momentum=0.9,
+            momentum_on="gradients",
+            fallback="adamw",
+        )
+
+    runs = []
+    for captured in (False, True):
+        model = net([6, 4, 4, 3, 5])
+        it = gpu() if captured else None
+        runs.append(trained(model, made(model), range(24)))
+        assert it is None or it.replays > 40
+    for found, right in zip(*runs, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("depth", [1, 8])
 def test_a_plain_step_of_natural_by_default_forms_no_square_matrix_but_in_the_polar_factor(
     depth: int, gpu: Callable[[], Gpu]
