@@ -35,36 +35,21 @@ class Stepper(ABC):
 
 @final
 class OfLeastSquares(Stepper):
-    """``ng.LeastSquares`` with any of its choices."""
+    """``ng.LeastSquares`` with any of its choices.
 
-    def __init__(self, problem: ng.LeastSquares) -> None:
-        self.problem = problem
-
-    def step(self, fraction: float) -> float:
-        return self.problem.step().loss
-
-    def state(self) -> dict[str, Any]:
-        return self.problem.state_dict()
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.problem.load_state_dict(state)
-
-
-@final
-class FallingSpring(Stepper):
-    """``ng.Spring``, whose learning rate and longest step fall to zero along a cosine over the time of the run.
-
-    It is for far fewer points in a step than the solution has unknowns: a step that meets the residuals of its own
-    points exactly undoes what earlier ones have learned.
+    ``longest``: the longest step of ``ng.Spring``, which then falls to zero with the learning rate, along a cosine over
+    the time of the run. That is for far fewer points in a step than the solution has unknowns: a step that meets the
+    residuals of its own points exactly undoes what earlier ones have learned.
     """
 
-    def __init__(self, problem: ng.LeastSquares, rule: ng.Spring) -> None:
-        self.problem, self.rule, self.rate = problem, rule, problem.lr
+    def __init__(self, problem: ng.LeastSquares, longest: float | None = None) -> None:
+        self.problem, self.longest, self.rate = problem, longest, problem.lr
 
     def step(self, fraction: float) -> float:
-        share = max(0.5 * (1 + math.cos(math.pi * min(fraction, 1.0))), 1e-6)
-        assert self.rule.norm is not None
-        self.problem.lr, self.problem.rule = self.rate * share, replace(self.rule, norm=self.rule.norm * share)
+        if self.longest is not None and isinstance(self.problem.rule, ng.Spring):
+            share = max(_cosine(fraction), 1e-6)
+            self.problem.lr = self.rate * share
+            self.problem.rule = replace(self.problem.rule, norm=self.longest * share)
         return self.problem.step().loss
 
     def state(self) -> dict[str, Any]:
@@ -72,6 +57,11 @@ class FallingSpring(Stepper):
 
     def load(self, state: dict[str, Any]) -> None:
         self.problem.load_state_dict(state)
+
+
+def _cosine(fraction: float) -> float:
+    """From one to zero."""
+    return 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
 
 
 @final
@@ -94,7 +84,7 @@ class OfTorch(Stepper):
 
     def step(self, fraction: float) -> float:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate if self.fixed_rate else rate * 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
+            group["lr"] = rate if self.fixed_rate else rate * _cosine(fraction)
         points: dict[str, Any] = {name: each.draw() for name, each in self.classes.items()}
 
         def closure() -> Tensor:
@@ -130,8 +120,8 @@ def falling_spring(decay: float) -> Callable[[nn.Module, Classes, float | None, 
     """The rate is the longest step; the damping is the library's, a share of the first metric."""
 
     def made(net: nn.Module, classes: Classes, rate: float | None, memory: int) -> Stepper:
-        rule = ng.Spring(decay=decay, norm=rate or 0.05)
-        return FallingSpring(ng.LeastSquares(classes, net, step=rule, memory=memory), rule)
+        problem = ng.LeastSquares(classes, net, step=ng.Spring(decay=decay), memory=memory)
+        return OfLeastSquares(problem, longest=rate or 0.05)
 
     return made
 

@@ -562,6 +562,18 @@ class Inversion:
     half: SymFactor | None = None  # of the shape of F
 
 
+def rows_of(diagonals: Sequence[Tensor]) -> Tensor:
+    """In which row of these tensors [c d], counted over all of them, every number is.
+
+    >>> rows_of([torch.zeros(1, 2), torch.zeros(2, 1)])
+    tensor([0, 0, 1, 2], dtype=torch.int32)
+    """
+    lengths = torch.tensor([t.shape[1] for t in diagonals for _ in range(len(t))], device="cpu")
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+    total = sum(t.numel() for t in diagonals)
+    return torch.repeat_interleave(numbers, lengths, output_size=total).to(diagonals[0].device)
+
+
 def invert(
     jobs: Sequence[Inversion],
     *,
@@ -570,7 +582,7 @@ def invert(
     warm: bool = False,
     newton: Newton | None = None,
     wait: bool = False,
-    rows: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    rows: Callable[[Sequence[Tensor]], Tensor] = rows_of,
 ) -> Tensor | None:
     """Compute all inverses. One damped batch and, on a GPU, its triangular inverse are held besides.
 
@@ -589,7 +601,7 @@ def invert(
     roots = power != 1 or any(job.half is not None for job in jobs)
     newton = newton if warm and not roots else None
     if diagonals := [job for job in jobs if not is_dense(job.out)]:
-        _invert_diagonals(diagonals, power, dead=epsilon is not None, rows=rows or rows_of)
+        _invert_diagonals(diagonals, power, dead=epsilon is not None, rows=rows)
     dense = [job for job in jobs if is_dense(job.out)]
     failures: list[Tensor] = []
     titles: list[str] = []
@@ -616,31 +628,20 @@ def _invert_diagonals(
     jobs: Sequence[Inversion], power: float, dead: bool, rows: Callable[[Sequence[Tensor]], Tensor]
 ) -> None:
     """All of them as one vector: a network has dozens of diagonals, and they may be inverted in every step."""
-    shapes = [job.factor.shape for job in jobs]
-    damped = torch.cat([job.factor.reshape(-1) for job in jobs])
-    damped.add_(torch.cat([job.shift for job in jobs]).index_select(0, rows([job.factor for job in jobs])))
+    factors = [job.factor for job in jobs]
+    damped = torch.cat([factor.reshape(-1) for factor in factors])
+    damped.add_(torch.cat([job.shift for job in jobs]).index_select(0, rows(factors)))
     if dead:  # the inverse of zero is zero
         damped.masked_fill_(damped == 0, torch.inf)
-    for job, of_job in zip(jobs, damped.split([shape.numel() for shape in shapes]), strict=True):
+    flat = damped.split([factor.numel() for factor in factors])
+    each = [t.view(factor.shape) for t, factor in zip(flat, factors, strict=True)]
+    for job, of_job in zip(jobs, each, strict=True):
         if job.half is not None:
-            torch.rsqrt(of_job.view(job.half.shape), out=job.half)
+            torch.rsqrt(of_job, out=job.half)
             trace = (job.factor * job.half.square()).sum(-1, keepdim=True)
             job.half.mul_(_whitening_scale(trace, job.half.shape[-1]))
-    damped = damped.reciprocal_() if power == 1 else damped.pow_(-power)
-    new = damped.split([shape.numel() for shape in shapes])
-    torch._foreach_copy_([job.out for job in jobs], [t.view(shape) for t, shape in zip(new, shapes, strict=True)])
-
-
-def rows_of(diagonals: Sequence[Tensor]) -> Tensor:
-    """In which row of these tensors [c d], counted over all of them, every number is.
-
-    >>> rows_of([torch.zeros(1, 2), torch.zeros(2, 1)])
-    tensor([0, 0, 1, 2], dtype=torch.int32)
-    """
-    lengths = torch.tensor([t.shape[1] for t in diagonals for _ in range(len(t))], device="cpu")
-    numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
-    total = sum(t.numel() for t in diagonals)
-    return torch.repeat_interleave(numbers, lengths, output_size=total).to(diagonals[0].device)
+    damped.reciprocal_() if power == 1 else damped.pow_(-power)
+    torch._foreach_copy_([job.out for job in jobs], each)
 
 
 def _invert_batch(

@@ -194,12 +194,8 @@ def counted_product(x: Tensor, ones: bool, counted: Tensor, count: Tensor) -> Te
     if not ones:
         return _symmetric_on_gpu(copy)
     if copied:
-        out = copy.new_empty(width, width, dtype=summed(copy.dtype))
-        multiply(copy.T, copy, out)
-        return _with_corner(out[: i + 1, : i + 1], ones, count)
-    out = aligned_square(copy, i + 1)
-    panel_product(copy, out[:i, :i])
-    return put_border(out, column_sums(copy), count.view(()))
+        return _with_corner(_product_with_ones(copy, i), ones, count)
+    return _bordered_product(copy, count.view(()))
 
 
 def _with_corner(total: Tensor, ones: bool, count: Tensor) -> Tensor:
@@ -351,14 +347,24 @@ def affine_product(x: Tensor) -> Tensor:
     """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1): one product of a copy or, where x is large, a product and a sum."""
     m, i = x.shape
     x = rounded(x, m * i**2)
-    if x.numel() <= _COPIED:
-        copy = torch.cat([x, one_like(x).expand(m, aligned_size(i + 1) - i)], 1)
-        out = x.new_empty(copy.shape[1], copy.shape[1], dtype=summed(x.dtype))
-        multiply(copy.T, copy, out)
-        return out[: i + 1, : i + 1]
+    if x.numel() > _COPIED:
+        return _bordered_product(x, m)
+    return _product_with_ones(torch.cat([x, one_like(x).expand(m, aligned_size(i + 1) - i)], 1), i)
+
+
+def _product_with_ones(copy: Tensor, i: int) -> Tensor:
+    """Σ x̄ x̄ᵀ of a copy of x [m i] with ones beside it, up to whole vectors."""
+    out = copy.new_empty(copy.shape[1], copy.shape[1], dtype=summed(copy.dtype))
+    multiply(copy.T, copy, out)
+    return out[: i + 1, : i + 1]
+
+
+def _bordered_product(x: Tensor, count: int | Tensor) -> Tensor:
+    """Σ x̄ x̄ᵀ of x [m i] without a copy, where ``count`` of its rows count and the others are zero."""
+    i = x.shape[1]
     out = aligned_square(x, i + 1)
     panel_product(x, out[:i, :i])
-    return put_border(out, column_sums(x), m)
+    return put_border(out, column_sums(x), count)
 
 
 _ones: dict[tuple[torch.device, torch.dtype], Tensor] = {}

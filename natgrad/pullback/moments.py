@@ -234,7 +234,7 @@ def stream(
         nearest,
     )
     graphs = None if sink.address_key is None else pb.graph_cache
-    kernels = CapturedKernels(graphs, layers, tape, sink, layers.positions(tape))
+    kernels = CapturedKernels(graphs, layers, tape, sink, layers.reached_positions(tape))
     kernels.inputs(range(len(blocks)))
     stream_cotangents(tape, blocks, s, kernels.outputs)
     kernels.inputs_after()
@@ -254,7 +254,7 @@ def stream_inputs(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink:
     first, *others = (pb.tape(examples) for examples in pb.ranges)
     if not others:
         graphs = None if sink.address_key is None else pb.graph_cache
-        kernels = CapturedKernels(graphs, layers, first, sink, layers.positions(first))
+        kernels = CapturedKernels(graphs, layers, first, sink, layers.reached_positions(first))
         kernels.inputs(range(len(blocks)))
     else:
         moments = FactorMoments()
@@ -376,7 +376,7 @@ class LayerFactors:
         """Whether A is made when the cotangents have come, though not with S: not all positions need count."""
         return b in self.several and not self.inputs_only and not self._together(b)
 
-    def positions(self, tape: Tape) -> ReachedPositions:
+    def reached_positions(self, tape: Tape) -> ReachedPositions:
         """Of those layers, before any cotangent has come."""
         return ReachedPositions(tape, {b: block for b, block in enumerate(self.blocks) if self.after(b)})
 
@@ -466,7 +466,7 @@ class CapturedKernels:
     layers: LayerFactors
     tape: Tape
     sink: FactorSink
-    reached: ReachedPositions
+    reached_positions: ReachedPositions
 
     def inputs(self, numbers: Sequence[int]) -> None:
         """A of these layers, unless it is late."""
@@ -503,8 +503,8 @@ class CapturedKernels:
         late = self._uses_of([b for b in captured if self.layers.late(b) and not self.layers.after(b)])
         after = [b for b in numbers if self.layers.after(b)]
         masks = self._masks([b for b in captured if b in after], g)
-        self.reached.update(masks)
-        self.reached.update({b: self._reached(b, g) for b in after if b not in masks})
+        self.reached_positions.update(masks)
+        self.reached_positions.update({b: self._reached(b, g) for b in after if b not in masks})
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(tensors)
@@ -526,7 +526,7 @@ class CapturedKernels:
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
-        self._inputs_after(self.reached.take(whole=True))
+        self._inputs_after(self.reached_positions.take(whole=True))
 
     def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
         """Where a graph is to put which positions of these layers count, [n r]; not of those of which all do.
@@ -548,7 +548,7 @@ class CapturedKernels:
 
     def inputs_after(self) -> None:
         """A of the layers that still wait for others, when no more cotangents will come."""
-        self._inputs_after(self.reached.take(whole=False))
+        self._inputs_after(self.reached_positions.take(whole=False))
 
     def _inputs_after(self, there: Mapping[int, tuple[Tensor, ...]]) -> None:
         """A of layers of which not all positions need count."""

@@ -347,7 +347,7 @@ class KroneckerInBackward(BackwardEstimate):
         self._turns.add(self._turn)
         memo = tape.memo.setdefault(("turn", self._turn), {})
         self._layers, self._tape, self._graphs = layers, replace(self._hooks.tape, memo=memo), pullback.graph_cache
-        self._reached = layers.positions(self._tape)
+        self._reached = layers.reached_positions(self._tape)
 
     @property
     def arrived(self) -> bool:
@@ -791,7 +791,7 @@ def _addresses(halves: Sequence[Halves | None]) -> list[tuple[int, ...]]:
 
 
 def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
-    return tuple([(s.ndim == 3, a.ndim == 3) for s, a in zip(G.left, G.right, strict=True)])
+    return tuple([(is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True)])
 
 
 def _memory(factor: SymFactor, count: int) -> InverseStack:

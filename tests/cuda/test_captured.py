@@ -27,10 +27,9 @@ from tests.experiments.tiny import SETUP
     ids=lambda arm: arm.name,
 )
 def test_captured_passes_train_as_others_do(arm: arms.Config) -> None:
-    """The parameters go the same way. With other batches two runs of these arms are orthogonal, or at 60 degrees.
+    """The parameters go the same way, where other batches lead elsewhere.
 
-    Convolutions add in another order from run to run, and training enlarges that: noise of 10⁻³ in the initial weights
-    turns these ways by 40 degrees.
+    Not to the same place: convolutions add in another order from run to run, and training enlarges that.
     """
     pictures, setup = images(CIFAR10, 128), replace(SETUP, batch=8, width=8, device="cuda")
     ways = []
