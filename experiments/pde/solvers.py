@@ -94,10 +94,10 @@ class OfTorch(Stepper):
             return loss
 
         if isinstance(self.optimizer, torch.optim.LBFGS):
-            return float(self.optimizer.step(closure))
+            return float(self.optimizer.step(closure).detach())
         loss = closure()
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
