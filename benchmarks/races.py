@@ -3,7 +3,7 @@
     python -m benchmarks.races --data FOLDER --screen            # learning rate and weight decay, short schedules
     python -m benchmarks.races --data FOLDER --confirm           # the best three of each, the whole schedule
     python -m benchmarks.races --data FOLDER --final             # the best of each, three seeds, unseen validation data
-    python -m benchmarks.races --data FOLDER --equal-seconds     # the same in AdamW's time, and in half of it
+    python -m benchmarks.races --data FOLDER --equal-seconds     # the same in AdamW's time, and in half of it (--shares)
     python -m benchmarks.races --report
 
 Protocol (Wen et al. 2025): everybody has the same number of tries, and is judged at the end of a schedule. ``--screen``
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from benchmarks.race_models import REPORT, TUNE, Data, Task, tasks
 from benchmarks.rivals import CONTENDERS, RIVALS, Stepper
 
-CHECKPOINTS = 24
+CHECKPOINTS = 24  # validations of a run, unless the command says otherwise
 WARM_UP, FLOOR = 0.05, 0.1  # of the schedule, of the learning rate
 SEEDS = (0, 1, 2)
 
@@ -299,8 +299,10 @@ class Trainer:
         return loss, score
 
 
-def train(run: Run, task: Task, data: Data, device: torch.device, clock: Clock) -> Record | None:
-    """The record of a run; None if time is up before its end."""
+def train(
+    run: Run, task: Task, data: Data, device: torch.device, clock: Clock, checkpoints: int = CHECKPOINTS
+) -> Record | None:
+    """The record of a run, validated at so many steps; None if time is up before its end."""
     if device.type == "cuda":
         gc.collect()  # the graphs of the last run
     began = time.perf_counter()
@@ -313,7 +315,7 @@ def train(run: Run, task: Task, data: Data, device: torch.device, clock: Clock) 
     if device.type == "cuda" and not CONTENDERS[run.optimizer].hooks:
         trainer.capture()
     groups = [(group, group["lr"]) for group in optimizer.param_groups]
-    marks = {round(run.steps * k / CHECKPOINTS) for k in range(1, CHECKPOINTS + 1)} - {0}
+    marks = {round(run.steps * k / checkpoints) for k in range(1, checkpoints + 1)} - {0}
     curve: dict[str, list[Any]] = {key: [] for key in ("step", "seconds", "train", "validation", "score")}
     spent, recent, good = 0.0, torch.zeros((), device=device), True
     since, start = 0, time.perf_counter()
@@ -370,8 +372,11 @@ def _milliseconds(steps: list[int], seconds: list[float]) -> float:
 class Race:
     """Runs what is asked for and not yet recorded, until time is up."""
 
-    def __init__(self, records: Records, folder: Path, device: torch.device, clock: Clock) -> None:
+    def __init__(
+        self, records: Records, folder: Path, device: torch.device, clock: Clock, checkpoints: int = CHECKPOINTS
+    ) -> None:
         self.records, self.folder, self.device, self.clock = records, folder, device, clock
+        self.checkpoints = checkpoints
         self._data: tuple[tuple[str, str], Data] | None = None
 
     def result(self, run: Run, task: Task) -> Record:
@@ -383,7 +388,7 @@ class Race:
         key = task.name, run.split
         if self._data is None or self._data[0] != key:
             self._data = key, task.data(self.folder, run.split, self.device)
-        record = train(run, task, self._data[1], self.device, self.clock)
+        record = train(run, task, self._data[1], self.device, self.clock, self.checkpoints)
         if record is None:
             raise TimeUpError
         self.records.add(record)
@@ -580,6 +585,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tries", type=int, default=7, help="runs of a search, for everybody (default 7)")
     parser.add_argument("--lr", type=float, nargs="+", help="--confirm and --final with these, not with the tuned ones")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="with --lr")
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5], help="of AdamW's time: --equal-seconds")
+    parser.add_argument("--checkpoints", type=int, default=CHECKPOINTS, help=f"validations a run ({CHECKPOINTS})")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop before, between two runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", default="high", choices=["highest", "high"], help="of products of float32")
@@ -603,10 +610,10 @@ def main(words: list[str] | None = None) -> None:
     if args.final:
         phases += [partial(final_runs, setting=setting) for setting in given] or [final_runs]
     if args.equal_seconds:
-        phases += [equal_seconds, partial(equal_seconds, share=0.5)]
+        phases += [partial(equal_seconds, share=share) for share in args.shares]
     if phases and args.data is None:
         raise SystemExit("the races need data: give the folder of the texts, images and tables by --data")
-    race = Race(records, args.data, torch.device(args.device), Clock(args.minutes))
+    race = Race(records, args.data, torch.device(args.device), Clock(args.minutes), args.checkpoints)
     try:
         for task in selected:
             for phase in phases:

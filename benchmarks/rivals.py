@@ -400,7 +400,6 @@ def _natural(
     return make
 
 
-_natural_25 = partial(_natural, inverse_every=25)
 _whole_polar = partial(_natural, factors="whole", fit="kl", momentum=0.95, rms=0.2)
 _kl = partial(_whole_polar, polar=False)  # KL-Shampoo
 
@@ -440,16 +439,19 @@ CONTENDERS: dict[str, Contender] = {
     "kl-shampoo": Contender(_kl_shampoo((0.9, 0.98)), 2e-3),
     "natural": Contender(_natural(), 3e-3),
     "natural-every-25": Contender(_natural(inverse_every=25), 3e-3),
-    # Variants, run when they are named: each differs from "natural-every-25" by what its name says.
-    "natural-power-25": Contender(_natural_25(power=0.25), 3e-3),
-    "natural-power-75": Contender(_natural_25(power=0.75), 3e-3),
-    "natural-power-100": Contender(_natural_25(power=1.0), 3e-3),
-    "natural-momentum-95": Contender(_natural_25(momentum=0.95), 3e-3),
-    "natural-kl": Contender(_natural_25(fit="kl"), 3e-3),
-    "natural-decay-90": Contender(_natural_25(decay=0.9), 3e-3),
-    "natural-damping-3": Contender(_natural_25(epsilon=1e-3), 3e-3),
-    "natural-rms-20": Contender(_natural_25(rms=0.2), 6e-3),
-    "natural-every-5": Contender(_natural(inverse_every=5), 3e-3),
+    "natural-every-25-kl": Contender(_natural(inverse_every=25, fit="kl"), 3e-3),
+    # Variants, run when they are named: each differs from "natural" by what its name says.
+    "natural-power-25": Contender(_natural(power=0.25), 3e-3),
+    "natural-power-75": Contender(_natural(power=0.75), 3e-3),
+    "natural-power-100": Contender(_natural(power=1.0), 3e-3),
+    "natural-momentum-95": Contender(_natural(momentum=0.95), 3e-3),
+    "natural-kl": Contender(_natural(fit="kl"), 3e-3),
+    "natural-decay-90": Contender(_natural(decay=0.9), 3e-3),
+    "natural-decay-98": Contender(_natural(decay=0.98), 3e-3),
+    "natural-damping-1": Contender(_natural(epsilon=0.1), 3e-3),
+    "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
+    "natural-rms-20": Contender(_natural(rms=0.2), 6e-3),
+    "natural-not-polar": Contender(_natural(polar=False), 3e-3),
     # Whole factors with the polar step, momentum 0.95.
     "whole-polar": Contender(_whole_polar(), 3e-3),
     "whole-polar-quarter": Contender(_whole_polar(power=0.25), 3e-3),
