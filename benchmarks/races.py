@@ -180,10 +180,11 @@ class Clock:
     def fits(self, run: Run, records: Records) -> bool:
         """Whether there is time for a run, by the usual run of this optimizer on the task, or else of any.
 
-        The slowest would say little: tuning runs share a GPU with others.
+        Tuning runs may share a GPU with others: what runs alone is told by those that ran alone, where there are some.
         """
         same = [r for r in records.by_run.values() if r.run.task == run.task and r.device == device_name() and r.step]
         mine = [r for r in same if r.run.optimizer == run.optimizer] or same
+        mine = [r for r in mine if r.run.split == run.split] or [r for r in same if r.run.split == run.split] or mine
         needed = statistics.median(r.wall / r.step[-1] for r in mine) * run.steps if mine else 0.0
         return self.left > 1.2 * needed + 1
 
