@@ -3,7 +3,7 @@
     python -m benchmarks.races --data FOLDER --screen            # learning rate and weight decay, short schedules
     python -m benchmarks.races --data FOLDER --confirm           # the best three of each, the whole schedule
     python -m benchmarks.races --data FOLDER --final             # the best of each, three seeds, unseen validation data
-    python -m benchmarks.races --data FOLDER --equal-seconds     # the same in AdamW's time, and in half of it (--shares)
+    python -m benchmarks.races --data FOLDER --equal-seconds     # in AdamW's time, and in half of it (--shares)
     python -m benchmarks.races --report
 
 Protocol (Wen et al. 2025): everybody has the same number of tries, and is judged at the end of a schedule. ``--screen``

@@ -31,6 +31,8 @@ _CAPACITY = 64  # entries of every table; a loop has few address patterns, or ne
 _CAPTURE_COST = 4  # runs that take as long as one capture
 _COPY_BYTES = 2**22  # inputs up to this size are copied to a fixed address rather than recognised by their own
 _GRADIENT_BYTES = 2**28  # the same, of a computation that reads and writes several times as much
+_PATTERNS = 2  # address patterns of a computation that are captured; if it has more, a graph reads copies
+_STRAYS = 8  # runs without a graph, after which it does so, too
 _PATIENCE = 16  # runs without a graph, after which rows are padded
 _SIZES = 8  # that padded tensors have, between two powers of two
 _ALIGNMENT = 256  # bytes, as torch's allocator
@@ -116,8 +118,13 @@ class ReplayStats:
         return self.replays >= _CAPTURE_COST * (self.captures - free)
 
     @property
+    def wanders(self) -> bool:
+        """Whether its tensors have been at many addresses: the next capture is one of copies."""
+        return self.captures >= _PATTERNS or self.misses >= _STRAYS
+
+    @property
     def unsettled(self) -> bool:
-        """Whether its tensors keep coming at new addresses."""
+        """Whether its tensors keep coming at new addresses, and copies have not helped: their sizes change."""
         return self.misses > max(_PATIENCE, self.replays)
 
     def settles(self, addresses: Hashable) -> bool:
@@ -145,7 +152,9 @@ class GraphCache(Generic[T]):
     """Run pure functions of tensors, from a captured graph where the same addresses come again.
 
     An address pattern is captured when it is seen for the second time, as long as captures pay off (replays ≥ 4 ×
-    captures), else when it is seen for the fifth time. At most ``capacity`` graphs are kept (LRU eviction).
+    captures), else when it is seen for the fifth time. At most ``capacity`` graphs are kept (LRU eviction). A loop that
+    shares the allocator with another (a second model, validation) may have many patterns: after two of them one graph
+    reads copies of the tensors, from wherever they lie, up to 256 MB.
 
     >>> total = torch.zeros(2)
     >>> def add(tensors, scalars):
@@ -158,8 +167,8 @@ class GraphCache(Generic[T]):
     def __init__(self, *, capacity: int = _CAPACITY, capture: Capture | None = None) -> None:
         self._capture: Capture = CudaGraphs() if capture is None else capture
         self._graphs = LRU[Hashable, _Graph[T]](capacity=capacity)
-        self._padded = LRU[Hashable, _Graph[T]](capacity=capacity)
-        self._buffer: Tensor | None = None  # bytes that all padded graphs read, one after the other
+        self._on_copies = LRU[Hashable, _Graph[T]](capacity=capacity)
+        self._buffer: Tensor | None = None  # bytes that all graphs of copies read, one after the other
         self._sightings = LRU[Hashable, int](capacity=_CAPACITY)  # of address patterns that have no graph
         self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
@@ -205,6 +214,8 @@ class GraphCache(Generic[T]):
         addresses = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]
         pattern = computation, len(scalars), size, *addresses
         graph = self._graphs.get(pattern)
+        if graph is None and not (copy or placed) and stats.wanders and self._may_move(tensors):
+            return self._run_on_copies(fn, tensors, scalars, [_layout(t) for t in tensors], (computation, size), stats)
         if graph is None:
             if self._due(pattern, stats):
                 graph = self._captured(fn, [torch.empty_like(t) for t in tensors] if copy else tensors, len(scalars))
@@ -252,18 +263,35 @@ class GraphCache(Generic[T]):
         if not self.possible(rows):
             return fn(rows, scalars)
         stats, computation = self._stats((key, "padded"))
-        copies = [_padded(t) for t in rows]
-        pattern = computation, len(scalars), *copies
-        graph = self._padded.get(pattern)
+        return self._run_on_copies(fn, rows, scalars, [_padded(t) for t in rows], computation, stats, free=_SIZES)
+
+    def _run_on_copies(
+        self,
+        fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T],
+        tensors: Sequence[Tensor],
+        scalars: Sequence[float],
+        layouts: Sequence[_Layout],
+        computation: Hashable,
+        stats: ReplayStats,
+        free: int = 0,
+    ) -> T:
+        """Replay a graph that reads copies of the tensors, with zero rows after them where a layout has more rows."""
+        pattern = computation, len(scalars), *layouts
+        graph = self._on_copies.get(pattern)
         if graph is None:
-            if sum(map(_nbytes, copies)) <= _BUFFER_BYTES and self._due(pattern, stats, free=_SIZES):
-                graph = self._captured(fn, self._in_buffer(copies, rows[0].device), len(scalars))
+            if sum(map(_nbytes, layouts)) <= _BUFFER_BYTES and self._due(pattern, stats, free=free):
+                graph = self._captured(fn, self._in_buffer(layouts, tensors[0].device), len(scalars))
             if graph is None:
                 stats.misses += 1
-                return fn(rows, scalars)
-            self._padded[pattern] = graph
-        pad_copy_(graph.inputs, rows)
+                return fn(tensors, scalars)
+            self._on_copies[pattern] = graph
+        pad_copy_(graph.inputs, tensors)
         return self._replayed(graph, (), scalars, stats)
+
+    @staticmethod
+    def _may_move(tensors: Sequence[Tensor]) -> bool:
+        """Whether copies of the tensors take less time than what reads them."""
+        return all(t.ndim for t in tensors) and sum(map(_bytes, tensors)) <= _GRADIENT_BYTES
 
     def _stats(self, key: Hashable) -> tuple[ReplayStats, Hashable]:
         """The history of a computation, and what it is: under other switches it is another one."""
@@ -296,19 +324,19 @@ class GraphCache(Generic[T]):
         graph.replay()
         return graph.result
 
-    def _in_buffer(self, copies: Sequence[_Padded], device: torch.device) -> list[Tensor]:
+    def _in_buffer(self, layouts: Sequence[_Layout], device: torch.device) -> list[Tensor]:
         """Memory for these tensors in the buffer; if it has to grow, graphs that read the old one are captured anew."""
-        starts = [0, *accumulate(-(-_nbytes(copy) // _ALIGNMENT) * _ALIGNMENT for copy in copies)]
+        starts = [0, *accumulate(-(-_nbytes(layout) // _ALIGNMENT) * _ALIGNMENT for layout in layouts)]
         if self._buffer is None or self._buffer.device != device or len(self._buffer) < starts[-1]:
-            for pattern in self._padded:
+            for pattern in self._on_copies:
                 self._sightings[pattern] = _CAPTURE_COST
-            self._padded.clear()
+            self._on_copies.clear()
             self._buffer = None  # before the new one is allocated
             self._buffer = torch.empty(starts[-1], dtype=torch.uint8, device=device)
         tensors = []
-        for copy, start in zip(copies, starts, strict=False):
-            m, rest, stride, dtype = copy
-            flat = self._buffer[start : start + _nbytes(copy)].view(dtype)
+        for layout, start in zip(layouts, starts, strict=False):
+            m, rest, stride, dtype = layout
+            flat = self._buffer[start : start + _nbytes(layout)].view(dtype)
             tensors.append(flat.view(m, *rest) if stride is None else flat.as_strided((m, *rest), stride))
         return tensors
 
@@ -319,7 +347,7 @@ class GraphCache(Generic[T]):
     def clear(self) -> None:
         """Forget all graphs: what they read or write is no longer in use."""
         self._graphs.clear()
-        self._padded.clear()
+        self._on_copies.clear()
         self._sightings.clear()
         self._buffer = self._recent = None
 
@@ -342,15 +370,21 @@ class GraphCache(Generic[T]):
 
 _bytes: Callable[[Tensor], int] = Tensor.nbytes.__get__  # type: ignore[attr-defined]
 
-_Padded: TypeAlias = tuple[int, torch.Size, tuple[int, ...] | None, torch.dtype]  # m, *rest, strides, type
+_Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...] | None, torch.dtype]  # m, *rest, strides, type
 
 
-def _padded(t: Tensor) -> _Padded:
-    """What the padded copy of a tensor [m *rest] is like: contiguous, unless t has other strides that are as dense."""
+def _layout(t: Tensor) -> _Layout:
+    """What a copy of a tensor [m *rest] is like: contiguous, unless t has other strides that are as dense."""
     dense = not t.is_contiguous() and t.ndim > 2 and channels_last(t)
-    return padded_size(t.shape[0]), t.shape[1:], t.stride() if dense else None, t.dtype
+    return t.shape[0], t.shape[1:], t.stride() if dense else None, t.dtype
 
 
-def _nbytes(copy: _Padded) -> int:
-    m, rest, _, dtype = copy
+def _padded(t: Tensor) -> _Layout:
+    """The same with more rows."""
+    m, rest, stride, dtype = _layout(t)
+    return padded_size(m), rest, stride, dtype
+
+
+def _nbytes(layout: _Layout) -> int:
+    m, rest, _, dtype = layout
     return m * rest.numel() * dtype.itemsize

@@ -279,13 +279,14 @@ class FactorMoments(FactorSink):
 
 def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
     """The numbers of the layers with several positions, of which those count to which a cotangent comes."""
-    rules = [(b, block, block.rule) for b, block in enumerate(blocks)]
-    several = (
-        b
-        for b, block, rule in rules
-        if rule is not None and not rule.pixels and (is_operation(block) or tape.positions(block) > block.shape[0])
-    )
-    return frozenset(several)
+
+    def has_several(block: Block) -> bool:
+        if block.rule is None or block.rule.pixels:
+            return False
+        return is_operation(block) or tape.positions(block) > block.shape[0]
+
+    key = "several", tuple([block.names for block in blocks])
+    return tape.cached(key, lambda: frozenset(b for b, block in enumerate(blocks) if has_several(block)))
 
 
 @final
@@ -370,21 +371,24 @@ class LayerFactors:
         That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale. Of
         several positions those count to which a cotangent comes.
         """
-        return self.after(b) or (not self.inputs_only and self._together(b))
+        return not self.inputs_only and (b in self.several or b in self._together)
 
     def after(self, b: int) -> bool:
         """Whether A is made when the cotangents have come, though not with S: not all positions need count."""
-        return b in self.several and not self.inputs_only and not self._together(b)
+        return b in self.several and not self.inputs_only and b not in self._together
 
     def reached_positions(self, tape: Tape) -> ReachedPositions:
         """Of those layers, before any cotangent has come."""
         return ReachedPositions(tape, {b: block for b, block in enumerate(self.blocks) if self.after(b)})
 
-    def _together(self, b: int) -> bool:
-        """Whether A is made with S, because one factor scales or weighs the other."""
-        block = self.blocks[b]
-        stacked = b in self.several and block.rule is not None and block.rule.stacked
-        return self.relation is not None or bool(block.facets) or self._fits(block) or stacked
+    @cached_property
+    def _together(self) -> frozenset[int]:
+        """The layers whose A is made with S, because one factor scales or weighs the other."""
+        if self.relation is not None:
+            return frozenset(range(len(self.blocks)))
+        stacked = (b for b in self.several if (rule := self.blocks[b].rule) is not None and rule.stacked)
+        others = (b for b, block in enumerate(self.blocks) if block.facets or self._fits(block))
+        return frozenset([*stacked, *others])
 
     def _fits(self, block: Block) -> bool:
         return self.nearest is not None and self.nearest.fits(block)
@@ -406,7 +410,7 @@ class LayerFactors:
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is made with it, A."""
         block = self.blocks[b]
-        if not self._together(b):
+        if b not in self._together:
             sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
             return
         if self.nearest is not None and self.nearest.fits(block):
@@ -533,12 +537,13 @@ class CapturedKernels:
 
         Cached for the sizes of the last pass. The first pass of a size fills them here.
         """
-        memo, key = self.tape.memo, ("masks", tuple([self.layers.blocks[b].names for b in numbers]))
-        sizes = self.layers.n, self.tape.sizes
-        if key not in memo or memo[key][0] != sizes:
+
+        def fill() -> dict[int, Tensor]:
             masks = ((at, self._reached(b, g)) for at, b in enumerate(numbers))
-            memo[key] = sizes, {at: mask for at, mask in masks if mask is not None}
-        return {numbers[at]: mask for at, mask in memo[key][1].items()}
+            return {at: mask for at, mask in masks if mask is not None}
+
+        key = "masks", tuple([self.layers.blocks[b].names for b in numbers])
+        return {numbers[at]: mask for at, mask in self.tape.cached(key, fill).items()}
 
     def _reached(self, b: int, g: Cotangents) -> Tensor | None:
         """Which positions of a layer count, [n r], on a GPU where graphs find it; None for all."""

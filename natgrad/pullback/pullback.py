@@ -659,7 +659,7 @@ class Observer:
             y=y,
             roots=Root.of(self, metric, batch.target, y, coupled is not None),
             layers=blocks,
-            positions={block.names[0]: tape.positions(block) for block in blocks},
+            positions=tape.cached("positions", lambda: {block.names[0]: tape.positions(block) for block in blocks}),
             unused=status.unused,
             unreached=status.unreached,
             reasons=reasons,

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.operations import Operation, OperationRecorder
 from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
 from natgrad.rules.features import DenseFeatures, Features, Joined
+
+T = TypeVar("T")
 
 # Edges of the autograd graph, at which cotangents are read.
 
@@ -390,8 +392,15 @@ class Tape:
 
     @cached_property
     def sizes(self) -> tuple[torch.Size, ...]:
-        """The shapes of the outputs of all uses."""
-        return tuple([use.shape for use in self.uses])
+        """The shapes of y and of the outputs of all uses."""
+        return (self.y.shape, *[use.shape for use in self.uses])
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, which depends on the graph and its sizes; in ``memo`` for the sizes of the last pass."""
+        if key not in self.memo or self.memo[key][0] != self.sizes:
+            self.memo[key] = self.sizes, make()
+        made: T = self.memo[key][1]
+        return made
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
