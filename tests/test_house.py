@@ -77,6 +77,28 @@ def test_only_accelerate_looks_at_a_device_or_at_private_torch() -> None:
     check(offences, DEVICES, "Only natgrad/accelerate may do this: ask accelerate/devices.py.")
 
 
+BOUNDS = {
+    "MEMORY": "what a structure may occupy: an argument of the user",
+    "_MEMORY": "above it an error is raised",
+    "_NODES": "likewise",
+    "_NEAR, _FAR": "units in the last place",
+}
+
+
+def test_only_accelerate_says_how_much_is_computed_at_once() -> None:
+    """A module elsewhere that names a power of two tunes something."""
+    found = {
+        f"{path}: {ast.unparse(node)}"
+        for path, tree in modules().items()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and not path.startswith("accelerate/")
+        and any(isinstance(part, ast.BinOp) and ast.unparse(part).startswith("2 **") for part in ast.walk(node.value))
+        and ast.unparse(node.targets[0]).strip("()") not in BOUNDS
+    }
+    assert not found, "put it into natgrad/accelerate/temporaries.py"
+
+
 PRIVATE: dict[str, int] = {}
 
 

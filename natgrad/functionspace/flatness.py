@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
 from natgrad.model import Inputs, Model, map_tensors
@@ -31,7 +32,6 @@ from natgrad.pullback.pullback import Pullback, pullback, root_at
 
 _log = logging.getLogger("natgrad")
 
-_ELEMENTS = 2**22  # numbers that are worked on at once
 _DOUBLINGS = 20  # of the distance at which the loss reaches the level: the default radius
 # Lines: a ray is cut on a logarithmic scale into so many octaves, with so many pieces each.
 _OCTAVES, _PIECES = 8, 8
@@ -398,7 +398,7 @@ def _refuse_rank(rank: int, p: int) -> None:
 
 def _chunks(points: Tensor, numbers: int) -> Iterator[Tensor]:
     """The points in chunks that fit into memory, where each point needs so many numbers."""
-    return iter(points.split(max(1, _ELEMENTS // max(numbers, 1))) if len(points) else ())
+    return iter(points.split(at_once(numbers, TEMPORARY)) if len(points) else ())
 
 
 def _has_full_rank(B: Tensor) -> bool:

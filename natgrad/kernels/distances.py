@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.accelerate.devices import in_nested_forward_mode, in_transform
+from natgrad.accelerate.temporaries import TEMPORARY, at_once
 
 FeatureMap: TypeAlias = Callable[[Any], Tensor]
-_ELEMENTS = 2**22  # in a temporary of differences [n m d]
 
 
 def points(x: Any, features: FeatureMap | None = None) -> Tensor:
@@ -112,4 +112,4 @@ def _pulled(g: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def _rows(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Chunks of the rows of x, such that a temporary [n *y.shape] has bounded size."""
-    return x.split(max(1, _ELEMENTS // max(1, y.numel())))
+    return x.split(at_once(y.numel(), TEMPORARY))

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import can_read, in_transform
+from natgrad.accelerate.temporaries import BESSEL_VALUES, KERNEL_VALUES, at_once
 from natgrad.errors import MemoryBoundError
 from natgrad.kernels.distances import FeatureMap, check_features, pairwise, points, squared_distances
 from natgrad.kernels.matern import matern
 
 _GRID, _ROUNDS = 16, 6  # lengthscales tried at once, and how often the interval is refined
-_AT_ONCE = 2**20  # kernel values computed at once
 _MEMORY = 2**32  # bytes of distances and temporaries
 
 
@@ -89,14 +89,14 @@ class Alike(Lengthscale):
         steps, wanted = torch.linspace(0, 1, _GRID, dtype=u.dtype, device=u.device), float(self.value) * apart.sum()
         for _ in range(_ROUNDS):
             tried = low + (high - low) * steps  # [g], increasing means
-            sums = [self._sums(u, apart, ℓ) for ℓ in tried.exp().split(max(1, _AT_ONCE // u.numel()))]
+            sums = [self._sums(u, apart, ℓ) for ℓ in tried.exp().split(at_once(u.numel(), KERNEL_VALUES))]
             below = (torch.cat(sums) < wanted).sum().clamp(1, _GRID - 1)
             low, high = tried.gather(0, torch.stack([below - 1, below])).unbind()
         return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0).to(points.dtype)
 
     def _sums(self, u: Tensor, apart: Tensor, lengthscales: Tensor) -> Tensor:
         """Σ k over pairs of distinct points [g], for lengthscales [g]."""
-        step, total, square = max(1, _AT_ONCE // len(u)), torch.zeros_like(lengthscales), lengthscales.square()
+        step, total, square = at_once(len(u), KERNEL_VALUES), torch.zeros_like(lengthscales), lengthscales.square()
         for rows, pairs in zip(u.split(step), apart.split(step), strict=True):
             total = total + matern(float(self.nu), rows / square.view(-1, 1, 1)).where(pairs, 0).sum((1, 2))
         return total
@@ -178,7 +178,6 @@ def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
 
 
 _SMALL = 1e-15  # lengthscales below it have squares that underflow in single precision
-_ELEMENTS = 2**18  # in a temporary; Bessel functions need twenty of these, in double precision
 
 
 class ReproducingKernel(ABC):
@@ -253,7 +252,7 @@ class SobolevKernel(ReproducingKernel):
     def _values(self, a: Tensor, b: Tensor | None, ℓ: float | Tensor) -> Tensor:
         """K [n m] without derivatives, a few rows at a time; within one set of points each pair once.
 
-        Beside K it needs a few temporaries of ``_ELEMENTS`` numbers.
+        Beside K it needs a few temporaries of ``BESSEL_VALUES`` numbers.
         """
         ν, constant = float(self.nu), self._constant(a)
         n, m = len(a), len(a if b is None else b)
@@ -262,11 +261,11 @@ class SobolevKernel(ReproducingKernel):
         double = ν < 0.5 or self._extreme
         wide = a.double() if double else a
         other = wide if b is None else b.double() if double else b
-        if n * m <= _ELEMENTS:
+        if n * m <= BESSEL_VALUES:
             u = pairwise(wide) if b is None else squared_distances(wide, other)
             return matern(ν, u / ℓ / ℓ).mul_(constant).to(dtype)
         K = torch.empty(n, m, dtype=dtype, device=a.device)
-        step = max(1, _ELEMENTS // m)
+        step = at_once(m, BESSEL_VALUES)
         for start in range(0, n, step):
             rows, columns = slice(start, start + step), slice(0 if b is not None else start, None)
             u = squared_distances(wide[rows], other[columns])

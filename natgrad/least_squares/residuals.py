@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.temporaries import SMALL_PASSES
 from natgrad.log import OnceLogger, listed
 
 Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
 _FEW_ROWS = 256  # up to which J is differentiated by rows, though there are fewer columns
 _COLUMN = 2  # what a forward pass for a column takes, in units of a backward pass for a row
-_IN_CACHE = 2**13  # numbers that passes read or return at once
 _FEW_UNKNOWNS = 16  # for complex steps
 _STEP = 3  # of a complex step in units of the unknown at the start, as a power of the machine epsilon
 _WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
@@ -154,7 +154,7 @@ class ResidualFunction:
     def _at_once(self) -> int:
         """How many passes stay in the cache together."""
         assert self.shape is not None
-        return max(16, _IN_CACHE // self.shape.numel())
+        return max(16, SMALL_PASSES // self.shape.numel())
 
     def _rows(self, x: Tensor, *args: Any) -> Tensor:
         """J [m n] by backward passes."""
@@ -174,7 +174,7 @@ class ResidualFunction:
         assert self.shape is not None
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
-        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * _IN_CACHE
+        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * SMALL_PASSES
         is_new = key not in memory
         methods = list(Differentiation)[0 if few else 2 :] if is_new else [memory[key]]
         for method in methods:

@@ -11,12 +11,12 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.families.base import over_terms
 from natgrad.model import Inputs, Shapes, map_tensors
 
 Reduction = Literal["sum", "mean"]
 Source = Literal["outputs", "backward", "gradients"]
-_ELEMENTS = 2**22  # of an exact root that is computed only to be mixed
 
 
 @final
@@ -338,7 +338,7 @@ class Sampled(OutputMetric):
 
     def _exact_roots(self, y: Tensor, target: Any) -> Iterator[Tensor]:
         """Exact roots, a few examples at a time, because they have a column for each output."""
-        step = max(1, _ELEMENTS // y[0].numel() ** 2)
+        step = at_once(y[0].numel() ** 2, TEMPORARY)
         for start in range(0, y.shape[0], step):
             chunk = slice(start, start + step)
             yield self.base.root(y[chunk], map_tensors(target, operator.itemgetter(chunk)))

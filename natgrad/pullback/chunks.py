@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.temporaries import CHUNK_BYTES
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.layer import Block
@@ -47,7 +48,7 @@ def ranges(start: int, stop: int, step: int) -> list[ExampleRange]:
 
 def chunk_bytes(memory: int) -> int:
     """What a temporary may occupy: an eighth of the bound, and no more than stays fast."""
-    return max(1, min(memory // 8, 2**28))
+    return max(1, min(memory // 8, CHUNK_BYTES))
 
 
 def pass_bytes(memory: int, device: torch.device) -> int:

@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.temporaries import PROBED, STAYS_IN_GPU_CACHE, at_once
 from natgrad.pullback.layer import Block, trace
 from natgrad.pullback.sharing import Sharing, counted
 from natgrad.rules.features import Features, Moment
 
-_PROBED = 2**21  # numbers of rows, or of the inputs that they are made of, from which their squares are estimated
 _PROBES = 64
-_TRACE_ROWS = 2**23  # numbers, of explicit rows at a time: they stay in the cache of a large GPU
-_PAIRS = 2**23  # numbers, of products of pairs of positions at a time
 
 
 @final
@@ -121,7 +119,7 @@ class Mixing:
     def traces(self, a: Features, g: Features) -> tuple[Tensor, Tensor]:
         """The traces [c] of G at C = 1 and at C, in double precision."""
         (n, r, c, i), o = a.shape, g.shape[-1]
-        if c == 1 and n * i * max(o, r) >= _PROBED and not pairs_pay(r, o, i):
+        if c == 1 and n * i * max(o, r) >= PROBED and not pairs_pay(r, o, i):
             return self._estimated_traces(a, g)
         return traces(a, g.dense().to(self.dtype), self.C, self.L)
 
@@ -156,7 +154,7 @@ def traces(a: Features, g: Tensor, C: Tensor, L: Tensor) -> tuple[Tensor, Tensor
     if c == 1 and pairs_pay(r, o, a.shape[-1]):
         return _by_pairs(a.dense(), g, C)
     plain, coupled = torch.zeros(2, c, dtype=torch.float64, device=L.device)
-    for rows in a.gradients(g, _TRACE_ROWS):  # [n c o i]
+    for rows in a.gradients(g, STAYS_IN_GPU_CACHE):  # [n c o i]
         mixed = L.mT @ rows.reshape(len(rows), -1).to(L.dtype)  # its squares do not cancel, as products with C do
         plain += torch.linalg.vector_norm(rows, dim=(0, 2, 3)).square()
         coupled += torch.linalg.vector_norm(mixed.view(rows.shape), dim=(0, 2, 3)).square()
@@ -174,7 +172,7 @@ def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     a = a[:, :, 0].double().flatten(0, 1)  # [(n r) i]
     g = g[:, :, :, 0].double().permute(1, 2, 0, 3).flatten(2).flatten(0, 1)  # [(n r) (k o)]
     plain, coupled = C.new_zeros(1), C.new_zeros(1)
-    step = max(1, _PAIRS // (n * r * r))
+    step = at_once(n * r * r, STAYS_IN_GPU_CACHE)
     for start in range(0, n, step):
         rows = slice(start * r, (start + step) * r)
         products = (a @ a[rows].T).mul_(g @ g[rows].T)

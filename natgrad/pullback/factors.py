@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.moments import add_gram_, mirror_
+from natgrad.accelerate.temporaries import TEMPORARY, at_once
 
 _LINE = 16  # numbers
-_ROWS = 2**24  # numbers, of explicit rows at a time
-_GRAM = 2**22  # elements of a temporary
 
 
 @final
@@ -57,7 +56,7 @@ class Factors:
         """Rᵀ t, packed [c o i], for t [k n]."""
         return torch.einsum("nrco,nrci->coi", torch.einsum("knrco,kn->nrco", self.g, t), self.a)
 
-    def gram(self, other: Factors | None = None, limit: int = _GRAM) -> Tensor:
+    def gram(self, other: Factors | None = None, limit: int = TEMPORARY) -> Tensor:
         """R R'ᵀ [(k n) (l m)] with the rows at other examples; None: at the same ones.
 
         For one position it is ⟨g_kn, h_lm⟩⟨a_n, b_m⟩. With several it is that product summed over pairs of positions,
@@ -123,7 +122,7 @@ class Squares:
     def add(self, f: Factors) -> Squares:
         if f.a.shape[1] > 1:
             shape = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
-            step = max(1, _ROWS // (f.g.shape[0] * math.prod(shape)))
+            step = at_once(f.g.shape[0] * math.prod(shape))
             for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
                 self.accumulate(Factors(a, g).rows().square().sum((0, 1)).view(shape))
             return self

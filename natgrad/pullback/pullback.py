@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from natgrad.accelerate.autograd_nodes import version_of
 from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
+from natgrad.accelerate.temporaries import STAYS_IN_CPU_CACHE
 from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.log import OnceLogger, listed
@@ -188,7 +189,6 @@ def _check_finite(metric: OutputMetric, values: Tensor) -> None:
 
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
-_CACHE = 2**21  # elements; of a few layers in cotangents, on a processor
 
 
 @final
@@ -339,7 +339,7 @@ class Pullback:
         """The diagonal of G [p] = Σ_kn R², from the factors."""
         sums = [Squares() for _ in self.blocks]
         # The roots are summed, so small chunks that stay in the cache are fastest.
-        for factors in self.factors(self.chunk if is_asynchronous(self.y.device) else _CACHE):
+        for factors in self.factors(self.chunk if is_asynchronous(self.y.device) else STAYS_IN_CPU_CACHE):
             for total, f in zip(sums, factors, strict=True):
                 total.add(f)
         out = self.y.new_empty(self.model.size)

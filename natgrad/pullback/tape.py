@@ -399,8 +399,8 @@ class Tape:
         """``make()``, which depends on the graph and its sizes; in ``memo`` for the sizes of the last pass."""
         if key not in self.memo or self.memo[key][0] != self.sizes:
             self.memo[key] = self.sizes, make()
-        made: T = self.memo[key][1]
-        return made
+        value: T = self.memo[key][1]
+        return value
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:

@@ -40,9 +40,9 @@ from natgrad.accelerate.patches import (
     patches,
     positions,
 )
+from natgrad.accelerate.temporaries import at_once
 
 Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywhere, or u_n after examples were combined
-_GRADIENTS = 2**24  # numbers, of per-example gradients at a time
 
 
 @final
@@ -203,9 +203,9 @@ class Features(ABC):
         return Weighed(self, weights)
 
     def _pieces(self) -> list[Features]:
-        """Of some examples each, so many as have ``_GRADIENTS`` numbers."""
+        """Of some examples each, as many as are worked on at once."""
         *_, n, r, c, d = shape = self.shape
-        step = max(1, _GRADIENTS // max(1, math.prod(shape[:-4]) * r * c * d))
+        step = at_once(math.prod(shape[:-4]) * r * c * d)
         return [self] if step >= n else [self._narrowed(start, min(step, n - start)) for start in range(0, n, step)]
 
     def _narrowed(self, start: int, count: int) -> Features:
@@ -220,13 +220,13 @@ class Features(ABC):
         n, _, c, i = a.shape
         a = a.permute(0, 2, 1, 3)  # [n c r i]
         for column in g.permute(0, 1, 3, 4, 2):  # [n c o r]
-            for piece in column.split(max(1, limit // max(1, n * c * i)), dim=2):
+            for piece in column.split(at_once(n * c * i, limit), dim=2):
                 yield piece @ a
 
     def squared_gradients(self, g: Tensor) -> Tensor:
         """Σ_kn (Σ_r g xᵀ)² [c o i], some examples at a time."""
         a, (k, _, _, c, o) = self.dense().to(g.dtype), g.shape
-        step = max(1, _GRADIENTS // (k * c * o * a.shape[-1]))
+        step = at_once(k * c * o * a.shape[-1])
         pieces = zip(a.split(step), g.split(step, dim=1), strict=True)
         squares = (torch.einsum("knrco,nrci->kncoi", h, x).square().sum((0, 1)) for x, h in pieces)
         return reduce(torch.add, squares)
@@ -622,7 +622,7 @@ class OneHot(Features):
         """At every position its g times the sum of those at the same coordinate: no one-hot vector is formed."""
         g = g.squeeze(3) * self.values.to(g.dtype).unsqueeze(-1)  # [k n r o]
         total = g.new_zeros(self.size, g.shape[-1])
-        step = max(1, _GRADIENTS // self.index.shape[1] ** 2)  # examples, whose pairs of positions are formed
+        step = at_once(self.index.shape[1] ** 2)  # examples, whose pairs of positions are formed
         for at, piece in zip(self.index.split(step), g.split(step, dim=1), strict=True):
             same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
             total.index_add_(0, at.flatten(), (piece * (same @ piece)).sum(0).flatten(0, 1))

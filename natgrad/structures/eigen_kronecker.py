@@ -16,6 +16,7 @@ from torch import Tensor
 from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.accelerate.roots import EIGENVECTORS
+from natgrad.accelerate.temporaries import ROWS, at_once
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
@@ -362,7 +363,6 @@ class EigenKroneckerOperator(LayerOperator):
 
 
 Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
-_ROWS = 2**24  # numbers, of explicit rows at a time
 
 
 @final
@@ -387,7 +387,7 @@ class RotatedSquares:
         for b, block in enumerate(self._layers):
             if block.facets:
                 pairs = [(tape.inputs(kind).dense(), g.of(tape, kind).dense()) for kind in block.kinds]
-                for rows in Tied.of(block, pairs, self._dtype).rows(_ROWS):
+                for rows in Tied.of(block, pairs, self._dtype).rows(ROWS):
                     self._sums[b].accumulate(_squares(rows, *self._sides[b]))
                 continue
             h = g.of(tape, block).dense().to(self._dtype)
@@ -417,7 +417,7 @@ class RotatedSquares:
         if positions <= rows:
             self._sums[b].add(Factors(_turned(x, p), _turned(g, q)))
             return
-        step = max(1, _ROWS // (k * c * o * i))
+        step = at_once(k * c * o * i)
         for chunk, h in zip(x.split(step), g.split(step, dim=1), strict=True):
             self._sums[b].accumulate(_squares(Factors(chunk, h).rows().unflatten(-1, (c, o, i)), q, p))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.accelerate.moments import add_gram_, mirror_
+from natgrad.accelerate.temporaries import at_once
 from natgrad.kernels.gram import KernelMatrix, root_or_nan
 from natgrad.linalg import (
     Damping,
@@ -31,7 +32,6 @@ from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, Structure
 
 _REFINED = 2  # steps of iterative refinement
-_ELEMENTS = 2**24  # numbers of explicit rows at a time
 
 
 @final
@@ -537,7 +537,7 @@ def _slices(f: Factors) -> Iterator[Tensor]:
 def _step(f: Factors) -> int:
     """How many outputs o at a time."""
     k, n, _, c, o = f.g.shape
-    return min(max(1, o), max(1, _ELEMENTS // (k * n * c * f.a.shape[3])))
+    return min(max(1, o), at_once(k * n * c * f.a.shape[3]))
 
 
 def _alike(block: Block, f: Factors, other: Block, g: Factors) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from natgrad.accelerate.temporaries import at_once
 from natgrad.errors import BatchStatisticsError, IncompatibleError, NatgradError, SingularMetricError
 from natgrad.geometry import Vector
 from natgrad.linalg import check_positive
@@ -27,7 +28,6 @@ from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense
 from natgrad.structures.kernel import Kernel
 
-_ELEMENTS = 2**24  # entries of a Jacobian at a time
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -235,7 +235,7 @@ class Laplace:
         with torch.no_grad():
             y = self.model(None, x)
         n, d = y.shape[0], y[0].numel()
-        step = max(1, _ELEMENTS // (d * self.model.size)) if separable(x, n) else n
+        step = at_once(d * self.model.size) if separable(x, n) else n
         if step < n:
             try:
                 check_independent(self.model, x, step, n)

@@ -144,7 +144,7 @@ def test_projections_of_inputs_need_no_patches(name: str, subset: str) -> None:
 def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces of layers of any size are estimated from random signs."""
     module = importlib.import_module("natgrad.pullback.coupling")
-    monkeypatch.setattr(module, "_PROBED", 0)
+    monkeypatch.setattr(module, "PROBED", 0)
     monkeypatch.setattr(module, "pairs_pay", lambda *sizes: False)
 
 
