@@ -128,6 +128,7 @@ NAMES_OF_RACERS = {
     "natural-power-100": "`ng.Natural(power=1.0)`",
     "natural-momentum-95": "`ng.Natural(momentum=0.95)`",
     "natural-kl": '`ng.Natural(fit="kl")`',
+    "natural-every-25-kl": '`ng.Natural(fit="kl", inverse_every=25)`',
     "whole-polar-quarter": '`ng.Natural(factors="whole", power=0.25)`',
     "natural-decay-90": "`ng.Natural(decay=0.9)`",
     "natural-every-25": "`ng.Natural(inverse_every=25)`",
@@ -153,7 +154,7 @@ def races(folder: Path = RECORDS) -> str:
         if not found:
             missing.append(RACES[name])
             continue
-        columns = [0, 1, 2, 3, 5, 6, 7, *([8, 9] if task.score_name == "accuracy" else []), 10, 12]
+        columns = [0, 1, 2, 3, 5, 6, 7, *([8, 13, 9] if task.score_name == "accuracy" else []), 10, 12]
         head = [HEAD[c] for c in columns]
         lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
         table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))
@@ -255,7 +256,7 @@ def draw(path: Path = FIGURE) -> None:
             ax.spines[["top", "right"]].set_visible(False)
         task = tasks()["decoder"]
         finals = Records.load(RECORDS).of(task.name, REPORT, steps=task.steps)
-        racers = {"natural-every-25": ("ng.Natural", "tab:red"), "ng-muon": ("Muon", "tab:orange")}
+        racers = {"natural": ("ng.Natural", "tab:red"), "ng-muon": ("Muon", "tab:orange")}
         racers |= {"ng-soap": ("SOAP", "tab:gray"), "adamw": ("AdamW", "tab:blue")}
         for name, (title, colour) in racers.items():
             for at, run in enumerate(r for r in finals if r.run.optimizer == name):

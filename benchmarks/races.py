@@ -513,6 +513,7 @@ def rows(records: Records, task: Task) -> Iterator[list[str]]:
             f"{_mean(r.ms for r in group):.2f}",
             f"{_mean(r.total for r in group):.1f}",
             f"{_mean(r.peak_mib for r in group):.0f}",
+            _spread(r.score[-1] for r in half if r.score) if task.score_name else "–",
         ]
 
 
@@ -546,6 +547,7 @@ HEAD = (
     *("optimizer", "lr, wd", "seeds", "loss, equal steps", "loss at AdamW's seconds", "own schedule, AdamW's seconds"),
     *("own schedule, half of AdamW's seconds", "time to AdamW's loss"),
     *("score", "time to best SGD/AdamW score", "ms a step", "seconds", "MiB"),
+    "score, half of AdamW's seconds",
 )
 
 
