@@ -392,8 +392,15 @@ class Tape:
 
     @cached_property
     def sizes(self) -> tuple[torch.Size, ...]:
-        """The shapes of y and of the outputs of all uses."""
-        return (self.y.shape, *[use.shape for use in self.uses])
+        """The shapes of y and of the outputs of all uses, and of what modules that hide layers were given."""
+        hiding = replaying([type(use.rule) for use in self.uses])
+        given = [
+            t.shape
+            for use in self.uses
+            if type(use.rule) in hiding
+            for t in tensors_of((use.call.args, use.call.kwargs))
+        ]
+        return (self.y.shape, *[shape for use in self.uses for shape in use.shapes], *given)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, which depends on the graph and its sizes; in ``memo`` for the sizes of the last pass."""
