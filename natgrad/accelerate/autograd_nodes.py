@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -55,14 +55,19 @@ def argument(node: Any, *names: str, default: Any = None) -> Any:
     return default
 
 
-def axis_arguments(node: Any) -> list[object]:
-    """The axes that an operation works along, as its node saved them, and other switches."""
-    return [getattr(node, key) for key in _keys(type(node))[0]]  # type: ignore[arg-type]
+def output_shapes(nodes: Sequence[Any], outputs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The shapes of outputs, each of the number of a node and its own: one call for a graph, in every estimate."""
+    return [tuple(nodes[at]._input_metadata[number].shape) for at, number in outputs]
 
 
-def size_arguments(node: Any) -> list[object]:
-    """The sizes and places that a node saved. No tensors, which may be freed."""
-    return [getattr(node, key) for key in _keys(type(node))[1]]  # type: ignore[arg-type]
+def axis_arguments(nodes: Iterable[Any]) -> list[object]:
+    """The axes that operations work along, as their nodes saved them, and other switches."""
+    return [getattr(node, key) for node in nodes for key in _keys(type(node))[0]]  # type: ignore[arg-type]
+
+
+def size_arguments(nodes: Iterable[Any]) -> list[object]:
+    """The sizes and places that nodes saved. No tensors, which may be freed."""
+    return [getattr(node, key) for node in nodes for key in _keys(type(node))[1]]  # type: ignore[arg-type]
 
 
 @cache

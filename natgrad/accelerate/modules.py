@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,11 @@ def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own buffers by key. It is the module's dictionary, not a copy."""
     return module._buffers
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The own buffers of modules, one after the other."""
+    return [t for module in modules for t in module._buffers.values() if t is not None]
 
 
 def children_in(module: nn.Module) -> dict[str, nn.Module | None]:

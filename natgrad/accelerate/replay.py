@@ -173,6 +173,7 @@ class GraphCache(Generic[T]):
         self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
         self._moving = False  # whether an unsettled computation was the last that was asked for
+        self._strayed = False  # whether there is one
         self._recent: tuple[Any, _Graph[T], ReplayStats] | None = None  # the last call
         self._scalars: list[Tensor] = []  # read by all graphs
         self._values: list[float] = []  # what they hold
@@ -220,7 +221,7 @@ class GraphCache(Generic[T]):
             if self._due(pattern, stats):
                 graph = self._captured(fn, [torch.empty_like(t) for t in tensors] if copy else tensors, len(scalars))
             if graph is None:
-                stats.misses += 1
+                self._miss(stats)
                 return fn(tensors, scalars)
             # Tensors of the user are not kept alive: their addresses are compared.
             self._graphs[pattern] = graph = graph if copy else replace(graph, inputs=[])
@@ -233,7 +234,7 @@ class GraphCache(Generic[T]):
         Two of them are enough: they tell whether the addresses have settled again. A computation that has never been
         replayed is taken to be like the last of the others that were.
         """
-        if not self.possible(tensors):
+        if not self._strayed or not self.possible(tensors):
             return False
         stats, _ = self._stats(key)
         if not stats.unsettled:
@@ -282,7 +283,7 @@ class GraphCache(Generic[T]):
             if sum(map(_nbytes, layouts)) <= _BUFFER_BYTES and self._due(pattern, stats, free=free):
                 graph = self._captured(fn, self._in_buffer(layouts, tensors[0].device), len(scalars))
             if graph is None:
-                stats.misses += 1
+                self._miss(stats)
                 return fn(tensors, scalars)
             self._on_copies[pattern] = graph
         pad_copy_(graph.inputs, tensors)
@@ -300,6 +301,11 @@ class GraphCache(Generic[T]):
         if stats is None:
             stats = self.stats[computation] = ReplayStats()
         return stats, computation
+
+    def _miss(self, stats: ReplayStats) -> None:
+        """A computation runs without a graph."""
+        stats.misses += 1
+        self._strayed = self._strayed or stats.unsettled
 
     def _due(self, pattern: Hashable, stats: ReplayStats, free: int = 0) -> bool:
         """Whether a pattern that has no graph has been seen often enough to be captured."""

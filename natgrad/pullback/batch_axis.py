@@ -372,14 +372,14 @@ def _status(
 
 def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[int, ...]]]:
     """All that the status depends on in the calls: what was called, in one flat tuple, and the shapes."""
-    hiding = replaying([type(use.rule) for use in uses])
+    hiding = replaying([type(use.of.rule) for use in uses])
     calls: list[Hashable] = []
     shapes: list[tuple[int, ...]] = []
     for use in uses:
-        calls.append(id(use.module))
-        calls.extend(use.entries)
+        calls.append(id(use.of.module))
+        calls.extend(use.of.entries)
         shapes += use.shapes
-        if type(use.rule) in hiding:  # how often its parameters enter, and what it was given
+        if hiding and type(use.of.rule) in hiding:  # how often its parameters enter, and what it was given
             given = [t.shape for t in tensors_of((use.call.args, use.call.kwargs))]
             edges = tuple(edge is None for edge in use.edges)
             calls.append((tuple(use.entries.values()), len(given), edges, use.source is None, use.call.training))

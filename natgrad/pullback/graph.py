@@ -21,7 +21,7 @@ from natgrad.accelerate.autograd_nodes import (
     UNTYPED,
     argument,
     axis_arguments,
-    output_shape,
+    output_shapes,
     size_arguments,
 )
 
@@ -77,19 +77,17 @@ class Survey:
 
         All but sizes: it is the same for batches of any length.
         """
-        axes = [axis for node in self.nodes for axis in axis_arguments(node)]
-        return self.kinds, self.joins, tuple(axes), self.entries, self.top
+        return self.kinds, self.joins, tuple(axis_arguments(self.nodes)), self.entries, self.top
 
     @property
     def shapes(self) -> list[Shape]:
         """The shapes of all outputs of nodes that y depends on."""
-        outputs = {pair: None for pair in self.joins if type(pair) is tuple}
-        return [output_shape(self.nodes[at], number) for at, number in outputs]
+        return output_shapes(self.nodes, {pair: None for pair in self.joins if type(pair) is tuple})
 
     @property
     def sizes(self) -> tuple[object, ...]:
         """All sizes and places that nodes saved."""
-        return tuple(number for node in self.nodes for number in size_arguments(node))
+        return tuple(size_arguments(self.nodes))
 
     def unreached(self, leaves: Mapping[str, Tensor]) -> frozenset[str]:
         """The names of the leaves that do not enter the graph at all; none where there is no graph to tell."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.modules import buffers_in
+from natgrad.accelerate.modules import buffers_of
 from natgrad.accelerate.moments import nonzero_rows, rows
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
@@ -298,9 +298,16 @@ class ReachedPositions:
     """
 
     def __init__(self, tape: Tape, layers: Mapping[int, Block]) -> None:
+        key = "read", tuple([block.names for block in layers.values()])
+        reads = tape.cached(key, lambda: [_only_read(tape, block) for block in layers.values()])
         readers: dict[Hashable, list[int]] = {}
-        for b, block in layers.items():
-            readers.setdefault(_read_by(tape, block, b), []).append(b)
+        for b, read in zip(layers, reads, strict=True):
+            if read is None:
+                readers[b] = [b]
+            else:
+                at, positions = read
+                x = tape.uses[at].call.x
+                readers.setdefault((x.data_ptr(), x.shape, x.stride(), positions), []).append(b)
         self._readers = {b: numbers for numbers in readers.values() for b in numbers}  # of what a layer reads
         self._there: dict[int, Tensor | None] = {}  # of layers whose A is not made yet
         self._new: list[int] = []  # layers whose cotangents have come since ``take``
@@ -334,13 +341,15 @@ def _any_of(masks: Sequence[Tensor]) -> Tensor | None:
     return functools.reduce(torch.logical_or, masks) if masks else None
 
 
-def _read_by(tape: Tape, layer: Block, b: int) -> Hashable:
-    """The tensor that a layer reads; its number where it has several uses, or hides what it reads."""
-    uses = tape.of(layer)
-    if len(uses) != 1 or isinstance(layer.rule, Replayed) or is_operation(layer):
-        return b
-    x = uses[0].call.x
-    return x.data_ptr(), x.shape, x.stride(), uses[0].shape.numel() // (layer.shape[0] * layer.shape[1])
+def _only_read(tape: Tape, layer: Block) -> tuple[int, int] | None:
+    """The use that a layer reads its input in, and how many positions it has.
+
+    None where it has several uses, or hides what it reads.
+    """
+    ids = tape.use_ids(layer)
+    if len(ids) != 1 or isinstance(layer.rule, Replayed) or is_operation(layer):
+        return None
+    return ids[0], tape.uses[ids[0]].shape.numel() // (layer.shape[0] * layer.shape[1])
 
 
 @final
@@ -365,37 +374,43 @@ class LayerFactors:
     of_mean: bool = False
     inputs_only: bool = False
 
-    def late(self, b: int) -> bool:
-        """Whether A depends on cotangents.
-
-        That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale. Of
-        several positions those count to which a cotangent comes.
-        """
-        return not self.inputs_only and (b in self.several or b in self._together)
-
-    def after(self, b: int) -> bool:
-        """Whether A is made when the cotangents have come, though not with S: not all positions need count."""
-        return b in self.several and not self.inputs_only and b not in self._together
-
-    def reached_positions(self, tape: Tape) -> ReachedPositions:
-        """Of those layers, before any cotangent has come."""
-        return ReachedPositions(tape, {b: block for b, block in enumerate(self.blocks) if self.after(b)})
+    @cached_property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Of the parameters of every layer."""
+        return tuple([block.names for block in self.blocks])
 
     @cached_property
-    def _together(self) -> frozenset[int]:
-        """The layers whose A is made with S, because one factor scales or weighs the other."""
+    def together(self) -> frozenset[int]:
+        """The layers whose A is made with S, because one factor scales or weighs the other.
+
+        That of a tied weight is, and the nearest in KL divergence; with a coupling both factors have one scale.
+        """
+        if self.inputs_only:
+            return frozenset()
         if self.relation is not None:
             return frozenset(range(len(self.blocks)))
-        stacked = (b for b in self.several if (rule := self.blocks[b].rule) is not None and rule.stacked)
-        others = (b for b, block in enumerate(self.blocks) if block.facets or self._fits(block))
-        return frozenset([*stacked, *others])
+        stacked = [b for b in self.several if (rule := self.blocks[b].rule) is not None and rule.stacked]
+        tied = [b for b, block in enumerate(self.blocks) if block.facets]
+        fitted = [] if self.nearest is None else [b for b, block in enumerate(self.blocks) if self.nearest.fits(block)]
+        return frozenset([*stacked, *tied, *fitted])
 
-    def _fits(self, block: Block) -> bool:
-        return self.nearest is not None and self.nearest.fits(block)
+    @cached_property
+    def after(self) -> frozenset[int]:
+        """Those whose A is made when the cotangents have come, though not with S: not all positions need count."""
+        return frozenset() if self.inputs_only else self.several - self.together
+
+    @cached_property
+    def late(self) -> frozenset[int]:
+        """All layers whose A depends on cotangents."""
+        return self.after | self.together
+
+    def reached_positions(self, tape: Tape) -> ReachedPositions:
+        """Of the layers ``after``, before any cotangent has come."""
+        return ReachedPositions(tape, {b: self.blocks[b] for b in sorted(self.after)})
 
     def put_inputs(self, b: int, tape: Tape, sink: FactorSink, count: Scalar | None = None) -> None:
         """A, unless it is late. ``count``: where it is a tensor, so many positions are real, and the others zero."""
-        if self.late(b):
+        if b in self.late:
             return
         kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
         real = tape.inputs(kind).padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
@@ -410,7 +425,7 @@ class LayerFactors:
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is made with it, A."""
         block = self.blocks[b]
-        if b not in self._together:
+        if b not in self.together:
             sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
             return
         if self.nearest is not None and self.nearest.fits(block):
@@ -474,7 +489,7 @@ class CapturedKernels:
 
     def inputs(self, numbers: Sequence[int]) -> None:
         """A of these layers, unless it is late."""
-        early = [b for b in numbers if not self.layers.late(b)]
+        early = [b for b in numbers if b not in self.layers.late]
         captured = [b for b in early if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
         if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
@@ -504,8 +519,8 @@ class CapturedKernels:
             rest = self._put_padded_outputs(captured, g, key)
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
-        late = self._uses_of([b for b in captured if self.layers.late(b) and not self.layers.after(b)])
-        after = [b for b in numbers if self.layers.after(b)]
+        late = self._uses_of([b for b in captured if b in self.layers.together])
+        after = [b for b in numbers if b in self.layers.after]
         masks = self._masks([b for b in captured if b in after], g)
         self.reached_positions.update(masks)
         self.reached_positions.update({b: self._reached(b, g) for b in after if b not in masks})
@@ -557,6 +572,8 @@ class CapturedKernels:
 
     def _inputs_after(self, there: Mapping[int, tuple[Tensor, ...]]) -> None:
         """A of layers of which not all positions need count."""
+        if not there:
+            return
         captured = [b for b in there if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
         if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
@@ -659,7 +676,7 @@ class CapturedKernels:
     def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
         """Cached by the kind of graph."""
         layers = self.layers
-        names = tuple((b, layers.blocks[b].names, layers.late(b), layers.after(b)) for b in numbers)
+        names = tuple((b, layers.blocks[b].names, b in layers.late, b in layers.after) for b in numbers)
         key = ("padded", side, layers.n > 1, layers.sharing, layers.weights is None, names)
         if key not in self.tape.memo:
             pads = self._pads_inputs if side == "A" else self._pads
@@ -674,7 +691,7 @@ class CapturedKernels:
 
     def _pads(self, b: int) -> bool:
         """Whether zero rows may be appended to the cotangents of a layer."""
-        if (self.layers.late(b) and not self.layers.after(b)) or self.layers.blocks[b].facets:
+        if b in self.layers.together or self.layers.blocks[b].facets:
             return False
         uses = self.tape.of(self.layers.blocks[b])
         rowwise = all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
@@ -683,12 +700,12 @@ class CapturedKernels:
     def _pads_inputs(self, b: int) -> bool:
         """Whether zero rows may be appended to its inputs."""
         block = self.layers.blocks[b]
-        weighted = self.layers.weights is not None and not self.layers.after(b)
+        weighted = self.layers.weights is not None and b not in self.layers.after
         if not self._pads(b) or weighted or self.layers.sharing.only_diagonal(block)[0]:
             return False
         uses = self.tape.of(block)
         alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)
-        if self.layers.after(b) and not all(use.rule.leading(use.module, use.shape) for use in uses):
+        if b in self.layers.after and not all(use.rule.leading(use.module, use.shape) for use in uses):
             return False  # a row is an example, with all its positions
         return alone and all(use.rule.paddable(use.module, block.keys) for use in uses)
 
@@ -707,12 +724,27 @@ class CapturedKernels:
         """Which layers a graph may hold."""
         if self.graphs is None:
             return frozenset()
-        rules = [[kind.rule for kind in block.kinds] for block in self.layers.blocks]
-        return frozenset(b for b, of in enumerate(rules) if all(rule is not None and rule.capturable for rule in of))
+
+        def capturable() -> frozenset[int]:
+            rules = [[kind.rule for kind in block.kinds] for block in self.layers.blocks]
+            return frozenset(
+                b for b, of in enumerate(rules) if all(rule is not None and rule.capturable for rule in of)
+            )
+
+        return self.tape.cached(("capturable", self.layers.names), capturable)
+
+    @cached_property
+    def _uses(self) -> dict[tuple[int, ...], list[int]]:
+        """``_uses_of`` what was asked so far, also in other passes of the same graph and sizes."""
+        return self.tape.cached(("uses", self.layers.names), dict)
 
     def _uses_of(self, numbers: Sequence[int]) -> list[int]:
         """The positions of the uses of these layers."""
-        return list(dict.fromkeys(at for b in numbers for at in self.tape.use_ids(self.layers.blocks[b])))
+        key = tuple(numbers)
+        if key not in self._uses:
+            uses = (at for b in numbers for at in self.tape.use_ids(self.layers.blocks[b]))
+            self._uses[key] = list(dict.fromkeys(uses))
+        return self._uses[key]
 
     def _called(self, at_uses: Sequence[int]) -> list[Tensor]:
         """What these uses were called with."""
@@ -734,7 +766,7 @@ class CapturedKernels:
             return [], None
         at_uses = self._uses_of(numbers)
         uses = [self.tape.uses[at] for at in at_uses]
-        buffers = [t for use in uses for t in buffers_in(use.module).values() if t is not None]
+        buffers, names = buffers_of([use.of.module for use in uses]), self.layers.names
         key = (
             side,
             self.layers.sharing,
@@ -743,9 +775,9 @@ class CapturedKernels:
             None if self.layers.weights is None else self.layers.weights.data_ptr(),
             None if self.layers.relation is None else self.layers.relation.address_key,
             None if self.layers.nearest is None else self.layers.nearest.address_key,
-            tuple(self.layers.blocks[b].names for b in numbers),
-            tuple(use.call.training for use in uses),
-            tuple(t.data_ptr() for t in buffers),
+            names if len(numbers) == len(names) else tuple([names[b] for b in numbers]),
+            tuple([use.call.training for use in uses]),
+            tuple([t.data_ptr() for t in buffers]),
             self.sink.address_key,
         )
         return at_uses, key
@@ -800,12 +832,18 @@ def stream_cotangents(
     are computed: on a processor none wait, on a GPU a third of them, so that their kernels are launched together. The
     other layers are consumed after the pass.
     """
-    total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
+    total = tape.output_bytes
     room = waiting_bytes(tape.y.device, total) if room is None else room
-    layers_of: dict[int, list[int]] = {}  # numbers of layers, by the position of a use
-    for b, block in enumerate(blocks):
-        for at in tape.use_ids(block):
-            layers_of.setdefault(at, []).append(b)
+
+    def by_use() -> dict[int, list[int]]:
+        """Numbers of layers, by the position of a use."""
+        layers_of: dict[int, list[int]] = {}
+        for b, block in enumerate(blocks):
+            for at in tape.use_ids(block):
+                layers_of.setdefault(at, []).append(b)
+        return layers_of
+
+    layers_of = tape.cached(("layers", tuple([block.names for block in blocks])), by_use)
     early: Sequence[int] = ()
     last: frozenset[int] = frozenset()
     if s.shape[0] == 1 and not tape.half and total > room:  # a pass in half precision is scaled as a whole
@@ -881,7 +919,7 @@ class BackwardHooks:
         self._through_graph = {at: block for at, block in pairs if tape.uses[at].rule.needs_graph}
         self._features: dict[int, Features] = {}  # of those
         self._waiting = 0  # bytes
-        total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
+        total = tape.output_bytes
         self._room = waiting_bytes(tape.y.device, total) if room is None else room
         outputs: dict[Any, list[tuple[int, int, int]]] = {}
         for at in sorted({at for of_block in self._uses_of for at in of_block}):

@@ -393,14 +393,22 @@ class Tape:
     @cached_property
     def sizes(self) -> tuple[torch.Size, ...]:
         """The shapes of y and of the outputs of all uses, and of what modules that hide layers were given."""
-        hiding = replaying([type(use.rule) for use in self.uses])
-        given = [
-            t.shape
-            for use in self.uses
-            if type(use.rule) in hiding
-            for t in tensors_of((use.call.args, use.call.kwargs))
-        ]
+        hidden = [self.uses[at].call for at in self._replayed]
+        given = [t.shape for call in hidden for t in tensors_of((call.args, call.kwargs))]
         return (self.y.shape, *[shape for use in self.uses for shape in use.shapes], *given)
+
+    @cached_property
+    def _replayed(self) -> tuple[int, ...]:
+        """The positions of the uses of modules that hide layers."""
+        kinds = [type(use.of.rule) for use in self.uses]
+        hiding = replaying(kinds)
+        return tuple([at for at, kind in enumerate(kinds) if kind in hiding]) if hiding else ()
+
+    @property
+    def output_bytes(self) -> int:
+        """Of the outputs of all uses, in the precision of y."""
+        numbers = self.cached("outputs", lambda: sum(shape.numel() for use in self.uses for shape in use.shapes))
+        return numbers * self.y.element_size()
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, which depends on the graph and its sizes; in ``memo`` for the sizes of the last pass."""
@@ -433,20 +441,22 @@ class Tape:
     def output_cotangents(self, s: Tensor, use_ids: Iterable[int] | None = None) -> dict[int, tuple[Tensor, ...]]:
         """Cotangents [k *output] of the outputs of these uses (default: all): one backward pass from s."""
         ids = range(len(self.uses)) if use_ids is None else list(use_ids)
-        slots = [(at, j) for at in ids for j, edge in enumerate(self.uses[at].edges) if edge is not None]
-        if not slots:
+        edges = [edge for at in ids for edge in self.uses[at].edges if edge is not None]
+        if not edges:
             return {}
-        edges = [self.uses[at].edges[j] for at, j in slots]
         with self.statistics.constant(affine=self.operations is not None):
-            grads = pulled(self.y, edges, s, self.half)
-        by_slot = dict(zip(slots, grads, strict=True))
-
-        def cotangent(at: int, j: int) -> Tensor:
-            g = by_slot.get((at, j))
+            grads = iter(pulled(self.y, edges, s, self.half))
+        cotangents: dict[int, tuple[Tensor, ...]] = {}
+        for at in ids:
             use = self.uses[at]
-            return s.new_zeros(s.shape[0], *use.shapes[j]) if g is None else use.batch_first(g)
-
-        return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in ids}
+            arrived = [None if edge is None else next(grads) for edge in use.edges]
+            cotangents[at] = tuple(
+                [
+                    s.new_zeros(s.shape[0], *shape) if g is None else use.batch_first(g)
+                    for g, shape in zip(arrived, use.shapes, strict=True)
+                ]
+            )
+        return cotangents
 
     def leaf_cotangents(self, leaves: Sequence[Tensor], s: Tensor) -> list[Tensor]:
         """Jᵀs [k *shape] at leaves of the graph, zero where y does not depend on one; s [k n *out]."""
@@ -467,7 +477,7 @@ class Tape:
 
     def with_inner(self, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
         """These cotangents of outputs, with those of the layers inside of replayed uses."""
-        replayed = [at for at in outer if isinstance(self.uses[at].rule, Replayed)]
+        replayed = [at for at in outer if at in self._replayed]
         return Cotangents(outer, {at: self.inner_cotangents(at, outer[at]) for at in replayed})
 
 
