@@ -48,10 +48,11 @@ def check_rms(rule: str, rms: float) -> None:
 def ratios(lengths: Mapping[str, float], v: Vector, unit: Tensor | None = None) -> dict[str, Tensor]:
     """The numbers [] that give every tensor of v its length (times its entry in ``unit`` [b]), and zero to zero.
 
-    NaN where v is not finite, or too long for its precision, which must not look like a step of zero.
+    NaN where v is not finite, which must not look like a step of zero.
     """
     stretch = torch.stack(fused.divided(fused.norms(list(v.values())), list(lengths.values())))
     finite = stretch - stretch  # 0, and NaN of infinity
     scale = (stretch.reciprocal() + finite).masked_fill_(stretch == 0, 0.0)
     scale = scale if unit is None else scale * unit
+    scale = scale.to(torch.promote_types(next(iter(v.values())).dtype, torch.float32))
     return dict(zip(v, scale.unbind(), strict=True))
