@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TypeAlias, final
 
 import torch
@@ -161,6 +162,15 @@ def inverse_powered(values: Tensor, power: float) -> Tensor:
     tensor([0.0000, 0.5000])
     """
     return torch.where(values == 0, torch.inf, values).pow(-power)
+
+
+def is_number(value: object, *, whole: bool = False) -> bool:
+    """Whether it is a real number, or a whole one, of Python or of numpy.
+
+    >>> is_number(0.5), is_number("0.5"), is_number(0.5, whole=True)
+    (True, False, False)
+    """
+    return isinstance(value, Integral if whole else Real)
 
 
 def check_power(power: float, what: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from natgrad.accelerate import fused
 from natgrad.geometry import Vector
+from natgrad.linalg import is_number
 from natgrad.step.base import PlainRule
 
 
@@ -41,7 +42,7 @@ class Normalised(PlainRule):
 
 def check_rms(rule: str, rms: float) -> None:
     """A size is a positive number."""
-    if not 0 < rms < math.inf:
+    if not is_number(rms) or not 0 < rms < math.inf:
         raise ValueError(f"{rule}(rms=…) must be positive and finite, got {rms}")
 
 

@@ -339,6 +339,33 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     ),
     "vectors": (lambda m: ng.Natural(m.norm), ValueError, "leaves no parameter for the metric"),
     "momentum": (lambda m: ng.SOAP(m, momentum=1.0), ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+    "lr": (lambda m: ng.Natural(m, lr="0.1"), TypeError, "lr must be a number, got '0.1'"),  # type: ignore[arg-type]
+    "rates": (lambda m: ng.Muon(m, lr=torch.ones(2)), TypeError, r"lr must be a number, got tensor"),  # type: ignore[arg-type]
+    "decay": (lambda m: ng.Shampoo(m, decay=None), ValueError, r"must be in \[0, 1\), got None"),  # type: ignore[arg-type]
+    "size": (lambda m: ng.Natural(m, rms="a"), ValueError, "must be positive and finite, got a"),  # type: ignore[arg-type]
+    "damping_none": (lambda m: ng.SOAP(m, damping=None), TypeError, "damping must be a number, got None"),  # type: ignore[arg-type]
+    "every": (
+        lambda m: ng.Natural(m, metric_every=1.5),  # type: ignore[arg-type]
+        TypeError,
+        r"\(every=…\) must be a whole number of steps, got 1.5",
+    ),
+    "inverse": (
+        lambda m: ng.KFAC(m, nn.CrossEntropyLoss(), inverse_every=float("nan")),  # type: ignore[arg-type]
+        TypeError,
+        r"\(inverse=…\) must be a whole number of steps, got nan",
+    ),
+    "parameters": (
+        lambda m: ng.Natural(m.parameters()),
+        TypeError,
+        "not generator: give the model itself, and parameter",
+    ),
+    "group": (lambda m: ng.Natural(m, groups=[{"lr": 0.1}]), TypeError, r"one of them is \{'lr': 0.1\}"),
+    "group_dict": (lambda m: ng.Muon(m, groups={"params": []}), TypeError, "one of them is 'params'"),  # type: ignore[dict-item]
+    "group_names": (
+        lambda m: ng.KFAC(m, nn.CrossEntropyLoss(), groups=[{"params": m.last.named_parameters()}]),
+        TypeError,
+        "groups= is a list of dicts",
+    ),
 }
 
 
