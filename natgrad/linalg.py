@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.inverses import relative_shifts
 from natgrad.errors import NonFiniteError, SingularMetricError
 
 _HALVINGS = 60  # of a Newton step
@@ -25,7 +27,8 @@ class Relative:
     matrix. The mean runs over all groups of a layer. Multiplying the loss, the inputs or the outputs of a layer by a
     number multiplies G + λ by a number, and leaves the direction of the step as it was.
 
-    What is exactly zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero.
+    What is zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero. So is that
+    of factors whose λ is below the smallest normal number, 10⁻³⁸ in single precision: gradients have vanished there.
 
     >>> import natgrad as ng
     >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
@@ -44,7 +47,8 @@ class Relative:
     def added(self, values: Tensor) -> Tensor:
         """Eigenvalues + ε·their mean; what is below zero is rounding."""
         values = values.clamp(min=0)
-        return values + self.epsilon * values.mean()
+        λ = relative_shifts(self.epsilon, values.mean())
+        return torch.where(λ == 0, 0.0, values + λ)
 
     def __format__(self, spec: str) -> str:
         return f"Relative({self.epsilon:{spec}})"
@@ -158,6 +162,15 @@ def inverse_powered(values: Tensor, power: float) -> Tensor:
     tensor([0.0000, 0.5000])
     """
     return torch.where(values == 0, torch.inf, values).pow(-power)
+
+
+def is_number(value: object, *, whole: bool = False) -> bool:
+    """Whether it is a real number, or a whole one, of Python or of numpy.
+
+    >>> is_number(0.5), is_number("0.5"), is_number(0.5, whole=True)
+    (True, False, False)
+    """
+    return isinstance(value, Integral if whole else Real)
 
 
 def check_power(power: float, what: str) -> None:

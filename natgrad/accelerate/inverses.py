@@ -81,6 +81,16 @@ def mean_eigenvalues(factors: Sequence[SymFactor]) -> Tensor:
     return torch.stack([diagonal(factor).mean() if is_dense(factor) else next(sums) for factor in factors])
 
 
+def relative_shifts(epsilon: Scalar, means: Tensor) -> Tensor:
+    """ε·mean, and 0 where that is below the smallest normal number: what is so small has no inverse, as zero has none.
+
+    >>> relative_shifts(0.5, torch.tensor([2.0, 1e-40]))
+    tensor([1., 0.])
+    """
+    shifts = epsilon * means
+    return torch.threshold(shifts, torch.finfo(shifts.dtype).tiny, 0.0)  # NaN stays
+
+
 def balance(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> Tensor:
     """π = √((tr A/dim A)/(tr S/dim S)) [Σc] of every group of every layer; 1 where a factor is zero."""
     means = [torch.cat([diagonal(factor).mean(-1) for factor in side]) for side in (a, s)]
@@ -630,9 +640,10 @@ def _invert_diagonals(
     """All of them as one vector: a network has dozens of diagonals, and they may be inverted in every step."""
     factors = [job.factor for job in jobs]
     damped = torch.cat([factor.reshape(-1) for factor in factors])
-    damped.add_(torch.cat([job.shift for job in jobs]).index_select(0, rows(factors)))
+    shifts = torch.cat([job.shift for job in jobs])
     if dead:  # the inverse of zero is zero
-        damped.masked_fill_(damped == 0, torch.inf)
+        shifts.masked_fill_(shifts == 0, torch.inf)
+    damped.add_(shifts.index_select(0, rows(factors)))
     flat = damped.split([factor.numel() for factor in factors])
     each = [t.view(factor.shape) for t, factor in zip(flat, factors, strict=True)]
     for job, of_job in zip(jobs, each, strict=True):

@@ -33,6 +33,7 @@ MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et a
 _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
 _DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
+_SINGLE = range(2**12, 2**20)  # multiplications, for which a processor is quicker with halves in single precision
 _SPLIT = 2**29  # multiplications, from which a split product takes less time than one in single precision
 _TERMS = 5  # of the odd polynomials for roots: ninth degree by two products, where the fifth takes one
 _UNIT = 2.0**11  # the largest eigenvalue: halves then have small numbers too, and 16 of it, the square of a T up to 4
@@ -470,9 +471,15 @@ def polar(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dt
     tall = M.shape[-2] > M.shape[-1]
     stack = M.reshape(-1, *M.shape[-2:]).to(dtype)
     X = stack.mT if tall else stack
+    small = not is_asynchronous(M.device) and X.numel() * X.shape[1] in _SINGLE
+    held = torch.float32 if small and dtype == torch.bfloat16 else dtype
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(dtype).to(held)
+
     with full_precision(M.device):
-        X = X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST)
+        X = rounded(X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST))
         for a, b, c in schedule:  # of the fifth degree
-            G = torch.bmm(X, X.mT)
-            X = torch.baddbmm(X, torch.baddbmm(G, G, G, beta=b, alpha=c), X, beta=a)
-    return (X.mT if tall else X).reshape(M.shape)
+            G = rounded(torch.bmm(X, X.mT))
+            X = rounded(torch.baddbmm(X, rounded(torch.baddbmm(G, G, G, beta=b, alpha=c)), X, beta=a))
+    return (X.mT if tall else X).to(dtype).reshape(M.shape)

@@ -99,6 +99,7 @@ class LossCheck:
     _other: dict[Any, bool] = field(default_factory=dict)  # outputs beside them: whether they are trained
     _handles: list[RemovableHandle] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
+    _passes: int = 0  # since the one that is looked at, with it
 
     @cached_property
     def _has_loss(self) -> bool:
@@ -123,8 +124,9 @@ class LossCheck:
     def watch(self, raw: Any, tensors: Sequence[Tensor]) -> None:
         """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
         if self._watched or not self._has_loss or tuple(t.ndim for t in tensors) in self.checked:
+            self._passes += 1
             return
-        self._watched, loss = list(_by_head(self.metric, tensors)), loss_in(raw)
+        self._watched, self._passes, loss = list(_by_head(self.metric, tensors)), 1, loss_in(raw)
         for each, y in zip(self._watched, tensors, strict=True):
             if not y.requires_grad:
                 continue
@@ -231,6 +233,8 @@ class LossCheck:
             )
         elif alike and k > 1 and abs(α * k - 1) < 1e-2:
             self._note(f"the gradient at {title} is 1/{k} of that of {name}, as in accumulation over {k} passes")
+        elif alike and 0 < α < 1 and self._passes > 1:
+            self._note(f"the gradient at {title} is {α:.3g} of that of {name}, one of {self._passes} unequal passes")
         else:
             loud(
                 f"the gradient at {title} is {α:.3g} times that of {name}, and the metric is not: metric_of({{…}}, "

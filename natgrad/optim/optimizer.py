@@ -133,7 +133,10 @@ class NaturalGradient(torch.optim.Optimizer):
         strict: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
+            raise TypeError(
+                f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}: give the model itself, "
+                "and parameter groups as groups=[…]"
+            )
         refuse_sharded(model)
         load_compiler()
         metric = metric_of(metric)

@@ -12,7 +12,7 @@ from natgrad.accelerate.devices import prefers_newton
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import IncompatibleError
 from natgrad.kernels.sobolev import Lengthscale, Median
-from natgrad.linalg import Damping, Relative
+from natgrad.linalg import Damping, Relative, is_number
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
 from natgrad.output.batch_gradient import BatchGradient
@@ -579,6 +579,6 @@ def _schedule(
     every = usual[0] if metric_every is None else metric_every
     inverse = usual[1] if inverse_every is None else inverse_every
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
-        if count < 1:
+        if is_number(count) and count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")
     return Refresh(structure, every, decay, inverse, early=early)

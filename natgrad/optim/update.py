@@ -14,7 +14,7 @@ from natgrad.accelerate import fused
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import Damping, Relative
+from natgrad.linalg import Damping, Relative, is_number
 from natgrad.model import Model
 from natgrad.optim.adamw import Members
 from natgrad.optim.preconditioner import Preconditioner
@@ -29,8 +29,13 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
     names = {id(p): name for name, p in model.params.items()}
     given = []
     for group in groups:
-        params = group["params"]
-        given.append({**group, "params": [params] if isinstance(params, Tensor) else list(params)})
+        params = group.get("params") if isinstance(group, Mapping) else None
+        params = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else None
+        if params is None or not all(isinstance(p, Tensor) for p in params):
+            raise TypeError(
+                f'groups= is a list of dicts {{"params": layer.parameters(), "lr": 0.1}}, and one of them is {group!r}'
+            )
+        given.append({**group, "params": params})
     for group in given:
         strange = [p for p in group["params"] if id(p) not in names]
         if strange:
@@ -50,6 +55,8 @@ def check_numbers(group: Mapping[str, Any]) -> None:
             "optimizer, for all groups"
         )
     for key in ("lr", "damping", "momentum", "weight_decay"):
+        if not is_number(group[key]) and not (isinstance(group[key], Tensor) and group[key].ndim == 0):
+            raise TypeError(f"{key} must be a number, got {group[key]!r}")
         if not 0 <= group[key] < (1 if key == "momentum" else float("inf")):
             raise ValueError(
                 f"{key} must be {'in [0, 1)' if key == 'momentum' else 'finite and ≥ 0'}, got {group[key]}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from natgrad.accelerate import fused
 from natgrad.geometry import Vector
+from natgrad.linalg import is_number
 from natgrad.step.base import PlainRule
 
 
@@ -41,17 +42,18 @@ class Normalised(PlainRule):
 
 def check_rms(rule: str, rms: float) -> None:
     """A size is a positive number."""
-    if not 0 < rms < math.inf:
+    if not is_number(rms) or not 0 < rms < math.inf:
         raise ValueError(f"{rule}(rms=…) must be positive and finite, got {rms}")
 
 
 def ratios(lengths: Mapping[str, float], v: Vector, unit: Tensor | None = None) -> dict[str, Tensor]:
     """The numbers [] that give every tensor of v its length (times its entry in ``unit`` [b]), and zero to zero.
 
-    NaN where v is not finite, or too long for its precision, which must not look like a step of zero.
+    NaN where v is not finite, which must not look like a step of zero.
     """
     stretch = torch.stack(fused.divided(fused.norms(list(v.values())), list(lengths.values())))
     finite = stretch - stretch  # 0, and NaN of infinity
     scale = (stretch.reciprocal() + finite).masked_fill_(stretch == 0, 0.0)
     scale = scale if unit is None else scale * unit
+    scale = scale.to(torch.promote_types(next(iter(v.values())).dtype, torch.float32))
     return dict(zip(v, scale.unbind(), strict=True))

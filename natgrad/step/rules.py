@@ -46,7 +46,8 @@ class KLClip(PlainRule):
 
     def scale(self, v: Vector, square: Tensor) -> Tensor:
         # 1 where the square is at most the radius: also for a zero gradient, and for rounding below zero.
-        return (self.radius / square.clamp(min=self.radius)).sqrt()
+        # NaN where it has overflowed, which must not look like a step of zero.
+        return (self.radius / square.clamp(min=self.radius)).sqrt() + (square - square)
 
 
 @final

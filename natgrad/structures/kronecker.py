@@ -32,6 +32,7 @@ from natgrad.accelerate.inverses import (
     diagonal,
     is_dense,
     mean_eigenvalues,
+    relative_shifts,
     share_scale_,
     two_sided,
     two_sided_columns,
@@ -697,7 +698,7 @@ class ProductInverse(LayerInverse):
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         count = len(self.blocks)
-        of_factors = (damping * mean_eigenvalues(factors)).split(1) if relative else ()
+        of_factors = relative_shifts(damping, mean_eigenvalues(factors)).split(1) if relative else ()
         jobs: list[Inversion] = []
         for at, (batch, stacks) in enumerate(zip(self.batches, self.stacks, strict=True)):
             s, a = [factors[b] for b in batch], [factors[count + b] for b in batch]

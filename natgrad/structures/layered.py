@@ -32,6 +32,7 @@ from natgrad.accelerate.inverses import (
     follows,
     is_dense,
     layers_at_once,
+    relative_shifts,
     side_by_side,
     stacked,
     two_sided,
@@ -857,7 +858,8 @@ class SpectralInverse(LayerInverse):
             shifts: Sequence[Scalar] = [scalars[0]] * len(stacks)
             if relative:
                 means = torch.cat([D.mean(1, keepdim=True) for D in stacks])
-                shifts = torch.where(means > 0, scalars[0] * means, torch.inf).split([len(D) for D in stacks])
+                means = relative_shifts(scalars[0], means)
+                shifts = torch.where(means > 0, means, torch.inf).split([len(D) for D in stacks])
             for D, shift, (_, _, d) in zip(stacks, shifts, self.stacks, strict=True):
                 torch.add(D, shift, out=d.view(D.shape)).pow_(-power)
 

@@ -9,6 +9,7 @@ from typing import Literal, final
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError
+from natgrad.linalg import is_number
 from natgrad.model import Model, check_slots
 from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
@@ -67,9 +68,11 @@ class Refresh(Structure):
         if isinstance(self.inverse, str) and not self.fresh:
             raise ValueError(f'Refresh(inverse=…) is a number of steps or "fresh", not {self.inverse!r}')
         for which, got in (("every", self.every), ("inverse", self._period), ("basis", self.basis)):
+            if got is not None and not is_number(got, whole=True):
+                raise TypeError(f"Refresh({which}=…) must be a whole number of steps, got {got!r}")
             if got is not None and got < 1:
                 raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
-        if not 0 <= self.decay < 1:
+        if not is_number(self.decay) or not 0 <= self.decay < 1:
             raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
         self._check_fresh()
         name = type(self.structure).__name__

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad as ng
+from natgrad.accelerate import roots
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import CudaGraphs
 from natgrad.optim import optimizer, preconditioner, update
@@ -195,6 +196,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Gpu]:
         it = Gpu()
         for module in (optimizer, update, preconditioner, layered, factor_average):
             monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
+        monkeypatch.setattr(roots, "_SINGLE", range(0))  # products of halves
         monkeypatch.setattr(Flag, "check", lambda self, tensors, what: self.look(tensors))
         monkeypatch.setattr(Flag, "send", lambda self, what, step: None)
         monkeypatch.setattr(CudaGraphs, "possible", lambda self, tensors: it.captures)

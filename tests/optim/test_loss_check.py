@@ -163,6 +163,18 @@ def test_factors_of_accumulation_and_of_a_scaler_are_said_and_no_error(
     assert not messages(caplog)
 
 
+def test_micro_batches_of_unequal_size_are_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+    """The mean over all examples, of which the first pass has 2/3; one pass alone with this factor is warned of."""
+    model, x = vectors()
+    opt = ng.KFAC(model, F.cross_entropy, strict=True)
+    with caplog.at_level(logging.INFO, "natgrad"):
+        for xs, ts in ((x[:4], LABELS[:4]), (x[4:], LABELS[4:])):
+            (F.cross_entropy(model(xs), ts, reduction="sum") / N).backward()
+        opt.step()
+    assert [m for m in messages(caplog, logging.INFO) if "is 0.667 of that of CrossEntropyLoss(), one of 2" in m]
+    assert not messages(caplog)
+
+
 def test_terms_that_do_not_count_alike_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """A focal loss, or a mean over sequences of different lengths: the gradient of every term is that of the loss."""
     w = torch.linspace(0.5, 1.5, N, dtype=torch.float64)

@@ -267,6 +267,49 @@ def test_units_without_a_gradient_do_not_move(name: str) -> None:
     assert float(moved[2:].abs().max()) < 1e-6 * float(moved[:2].abs().max())
 
 
+@pytest.mark.parametrize("scale", [1e-18, 1e-20, 1e-21, 1e-30])
+@pytest.mark.parametrize("name", [name for name in GRADIENTS if name != "muon"])
+def test_gradients_whose_squares_vanish_make_no_step_and_the_other_layers_theirs(name: str, scale: float) -> None:
+    """In single precision, where squares are rounded below 10⁻³⁸ and vanish below 10⁻⁴⁵."""
+    found = []
+    for factor in (scale, 0.0):
+        model = _net(dtype=torch.float32)
+        before = model.hidden.weight.detach().clone()
+        opt = PRESETS[name](model, lr=0.01, weight_decay=0.0)
+        for step in range(5):
+            x, t = _batch(step)
+            opt.zero_grad()
+            F.cross_entropy(model(x.float()), t).backward()
+            assert model.hidden.weight.grad is not None
+            model.hidden.weight.grad.mul_(factor)
+            opt.step()
+        assert torch.equal(model.hidden.weight, before)
+        found.append(oracle.flatten(model.parameters()))
+    assert torch.equal(*found)
+
+
+SMALL: dict[str, Make] = {
+    "natural": ng.Natural,
+    "natural_whole": partial(ng.Natural, power=1.0, factors="whole"),
+    "shampoo": partial(ng.Shampoo, power=0.75),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_gradients_make_the_steps_of_large_ones(name: str) -> None:
+    """Of 10⁻¹⁵ in single precision: v is up to 10³⁰, its squares leave the range, and its direction is that of ever."""
+    moved = []
+    for scale in (1.0, 2.0**-50):
+        linear = seeded(lambda: nn.Linear(4, 3, bias=False))
+        before = linear.weight.detach().clone()
+        opt = SMALL[name](linear, lr=0.01, weight_decay=0.0)
+        for step in range(5):
+            linear.weight.grad = scale * seeded(lambda: torch.randn(3, 4), step)
+            opt.step()
+        moved.append(linear.weight.detach() - before)
+    assert (moved[1] - moved[0]).norm() < 0.01 * moved[0].norm()
+
+
 # Bad input.
 
 
@@ -296,6 +339,33 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     ),
     "vectors": (lambda m: ng.Natural(m.norm), ValueError, "leaves no parameter for the metric"),
     "momentum": (lambda m: ng.SOAP(m, momentum=1.0), ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+    "lr": (lambda m: ng.Natural(m, lr="0.1"), TypeError, "lr must be a number, got '0.1'"),  # type: ignore[arg-type]
+    "rates": (lambda m: ng.Muon(m, lr=torch.ones(2)), TypeError, r"lr must be a number, got tensor"),  # type: ignore[arg-type]
+    "decay": (lambda m: ng.Shampoo(m, decay=None), ValueError, r"must be in \[0, 1\), got None"),  # type: ignore[arg-type]
+    "size": (lambda m: ng.Natural(m, rms="a"), ValueError, "must be positive and finite, got a"),  # type: ignore[arg-type]
+    "damping_none": (lambda m: ng.SOAP(m, damping=None), TypeError, "damping must be a number, got None"),  # type: ignore[arg-type]
+    "every": (
+        lambda m: ng.Natural(m, metric_every=1.5),  # type: ignore[arg-type]
+        TypeError,
+        r"\(every=…\) must be a whole number of steps, got 1.5",
+    ),
+    "inverse": (
+        lambda m: ng.KFAC(m, nn.CrossEntropyLoss(), inverse_every=float("nan")),  # type: ignore[arg-type]
+        TypeError,
+        r"\(inverse=…\) must be a whole number of steps, got nan",
+    ),
+    "parameters": (
+        lambda m: ng.Natural(m.parameters()),
+        TypeError,
+        "not generator: give the model itself, and parameter",
+    ),
+    "group": (lambda m: ng.Natural(m, groups=[{"lr": 0.1}]), TypeError, r"one of them is \{'lr': 0.1\}"),
+    "group_dict": (lambda m: ng.Muon(m, groups={"params": []}), TypeError, "one of them is 'params'"),  # type: ignore[dict-item]
+    "group_names": (
+        lambda m: ng.KFAC(m, nn.CrossEntropyLoss(), groups=[{"params": m.last.named_parameters()}]),
+        TypeError,
+        "groups= is a list of dicts",
+    ),
 }
 
 

@@ -94,6 +94,22 @@ def test_muon_takes_the_steps_of_torchs_muon_and_of_its_adamw() -> None:
         assert (θ - other).norm() < 0.02 * (other - start).norm()
 
 
+@pytest.mark.parametrize("shape", [(8, 6), (32, 48), (64, 40), (144, 128)])
+def test_muon_takes_the_steps_of_torchs_muon_for_matrices_of_all_sizes(shape: tuple[int, int]) -> None:
+    """A processor multiplies those of the middle in single precision, and rounds where torch does."""
+    linear = seeded(lambda: nn.Linear(shape[1], shape[0], bias=False))
+    hand = nn.Parameter(linear.weight.detach().clone())
+    start = hand.detach().clone()
+    ours = ng.Muon(linear, lr=0.01, weight_decay=0.1)
+    theirs = torch.optim.Muon([hand], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(5):
+        g = seeded(lambda: torch.randn(shape), step)
+        linear.weight.grad, hand.grad = g.clone(), g.clone()
+        ours.step()
+        theirs.step()
+    assert (linear.weight - hand).norm() < 0.005 * (hand - start).norm()
+
+
 def test_the_parameters_that_adamw_steps_are_torchs_to_the_last_digits() -> None:
     """The gradients of the others are detached from them: the same numbers go into both."""
     model, hand = _net(), _net()
@@ -317,6 +333,34 @@ def test_soap_takes_the_steps_of_the_reference_of_the_paper_in_a_fixed_basis() -
         theirs.step()
     moved, expected = module.weight.detach() - before[0], w.detach() - before[1]
     torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-7)
+
+
+def test_soap_takes_the_steps_of_a_dense_reference_in_every_basis() -> None:
+    """θ ← (1 − lr·wd)θ − lr·Q (QᵀMP/√(D + λ)) Pᵀ, Q ← QR(SQ), columns sorted, and D carried into the new basis."""
+
+    def followed(F: Tensor, Q: Tensor) -> Tensor:
+        return torch.linalg.qr(F @ Q[:, (Q * (F @ Q)).sum(0).argsort(descending=True)]).Q
+
+    linear = seeded(lambda: nn.Linear(5, 5, bias=False).double())
+    opt, θ = ng.SOAP(linear, lr=0.01), linear.weight.detach().clone()
+    S = A = D = m = torch.zeros_like(θ)
+    Q = P = torch.eye(5, dtype=torch.float64)
+    scales = torch.tensor([[1.0], [3.0], [0.2], [5.0], [0.7]], dtype=torch.float64)
+    for t in range(25):
+        g = scales * seeded(lambda: torch.randn(5, 5, dtype=torch.float64), t)
+        linear.weight.grad = g.clone()
+        opt.step()
+        weight = 0.05 / (1 - 0.95 ** (t + 1))
+        S, A = S.lerp(g @ g.T / 5, weight), A.lerp(g.T @ g / 5, weight)
+        if t == 0:
+            Q, P = torch.linalg.eigh(S).eigenvectors, torch.linalg.eigh(A).eigenvectors
+        D = D.lerp((Q.T @ g @ P).square(), weight)
+        if t > 0 and _refreshes(t, 10):
+            old, (Q, P) = (Q, P), (followed(S, Q), followed(A, P))
+            D = (Q.T @ old[0]).square() @ D @ (old[1].T @ P).square()
+        M, m = m.lerp(g, 1 - 0.95**2), m.lerp(g, 0.05)
+        θ = (1 - 0.001) * θ - 0.01 * Q @ ((Q.T @ M @ P) / (D + 1e-6 * D.mean()).sqrt()) @ P.T
+        torch.testing.assert_close(linear.weight.detach(), θ, rtol=1e-9, atol=1e-11)
 
 
 def test_soap_trains_as_the_reference_of_the_paper_does() -> None:

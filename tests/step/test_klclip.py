@@ -89,3 +89,13 @@ def test_a_step_in_which_all_parameters_rest_changes_none() -> None:
 def test_the_radius_must_be_positive(radius: float) -> None:
     with pytest.raises(ValueError, match=r"KLClip\(radius=…\) must be positive, got"):
         ng.KLClip(radius)
+
+
+def test_a_length_that_overflows_is_named_and_is_no_step_of_zero() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    opt = ng.KFAC(model, ng.Euclidean(), lr=0.1)
+    before = model.weight.detach().clone()
+    (1e25 * model(torch.randn(8, 3)).sum()).backward()  # ⟨ω, v⟩ is beyond 10³⁸, ω and v are not
+    with pytest.raises(ng.errors.NonFiniteError, match=r"the step of weight holds NaN or infinity"):
+        opt.step()
+    assert torch.equal(model.weight, before)
