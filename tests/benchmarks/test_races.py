@@ -302,7 +302,9 @@ def test_the_pages_name_an_optimizer_by_the_call_that_was_raced(name: str) -> No
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
         task = TASKS["tiny-uci"]
-        opt = rivals.CONTENDERS[name].make(model, 3e-3, 0.1, task) if raced else eval(call, {"ng": ng, "model": model})
+        opt: Any = (
+            rivals.CONTENDERS[name].make(model, 3e-3, 0.1, task) if raced else eval(call, {"ng": ng, "model": model})
+        )
         for _ in range(3):
             opt.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
