@@ -125,15 +125,42 @@ NAMES_OF_RACERS = {
     "ng-soap": "SOAP, `ng.SOAP`",
     "kl-shampoo": "KL-Shampoo, reference",
     "natural": "**`ng.Natural`**",
+    "natural-every-25": "`ng.Natural(inverse_every=25)`",
+    "natural-every-25-kl": '`ng.Natural(fit="kl", inverse_every=25)`',
     "natural-power-100": "`ng.Natural(power=1.0)`",
     "natural-momentum-95": "`ng.Natural(momentum=0.95)`",
     "natural-kl": '`ng.Natural(fit="kl")`',
-    "natural-every-25-kl": '`ng.Natural(fit="kl", inverse_every=25)`',
-    "whole-polar-quarter": '`ng.Natural(factors="whole", power=0.25)`',
     "natural-decay-90": "`ng.Natural(decay=0.9)`",
-    "natural-every-25": "`ng.Natural(inverse_every=25)`",
     "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
-    "ng-kl-shampoo": 'KL-Shampoo, `ng.Shampoo(fit="kl")`',
+    **{
+        f"whole-polar{name}": f'`ng.Natural(factors="whole", fit="kl", momentum=0.95, rms=0.2{arguments})`'
+        for name, arguments in {
+            "": "",
+            "-quarter": ", power=0.25",
+            "-every-10": ", inverse_every=10",
+            "-quarter-every-10": ", power=0.25, inverse_every=10",
+        }.items()
+    },
+    "ng-kl-shampoo-mean": "Shampoo, `ng.Shampoo(inverse_every=25)`",
+    **{
+        f"ng-kl-shampoo{name}": f'KL-Shampoo, `ng.Shampoo(fit="kl"{arguments})`'
+        for name, arguments in {
+            "": ", inverse_every=25",  # what a variant does not say is as here; the default is 10
+            "-every-10": "",
+            "-every-50": ", inverse_every=50",
+            "-every-100": ", inverse_every=100",
+            "-power-25": ", inverse_every=25, power=0.25",
+            "-power-375": ", inverse_every=25, power=0.375",
+            "-momentum-90": ", inverse_every=25, momentum=0.9",
+            "-damping-1": ", inverse_every=25, damping=ng.Relative(0.1)",
+            "-damping-3": ", inverse_every=25, damping=ng.Relative(1e-3)",
+            "-decay-98": ", inverse_every=25, decay=0.98",
+            "-decay-90": ", inverse_every=25, decay=0.9",
+            "-metric-every-2": ", inverse_every=25, decay=0.9, metric_every=2",
+            "-rms-40": ", inverse_every=25, rms=0.4",
+            "-rms-10": ", inverse_every=25, rms=0.1",
+        }.items()
+    },
 }
 RACES = {
     "decoder": "Decoder 6 × 384 on the bytes of WikiText-2, nats a byte",

@@ -63,42 +63,43 @@ _LEFT = 'do not move: give them a group with "fallback": "adamw" and a learning 
 class NaturalGradient(torch.optim.Optimizer):
     """θ ← θ − lr·(G + λ)⁻¹∇L (Amari 1998): one choice for each of metric, structure, solver and step rule.
 
-    Drop-in: the training loop stays as it is. When the metric is due (in every step, or as
+    The training loop stays as it is. In the steps in which the metric is estimated (every step, or as
     ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
     model under ``torch.no_grad()`` to evaluate it. ``metric`` is a metric, or the loss that is trained (``metric_of``).
-    Other metrics of the targets (``Empirical(loss)``) need ``opt.refresh(x, target)`` before the step.
-    With ``Empirical()`` it is estimated in your own backward pass. ``BatchGradient()`` has no hook: G is the average of
-    ∇L ∇Lᵀ over the steps, from the gradients that ``opt.step()`` finds.
+    Metrics that depend on the targets (``Empirical(loss)``) need ``opt.refresh(x, target)`` before the step.
+    ``Empirical()`` is estimated in your own backward pass. ``BatchGradient()`` has no hook: G is the average of ∇L ∇Lᵀ
+    over the steps, from the gradients in ``.grad``.
 
-    Momentum is on "steps", vectors, m ← μm + v, θ ← θ − lr·m; or on "gradients", covectors, m ← μm + (1 − μ)ω, and the
-    metric of today acts on all of it, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983). Where the gradient is noisy
-    take "gradients": a sum of steps that were made with different metrics descends in none of them. Weight decay is
-    decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change between steps; λ must be the same in all
-    groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the groups hold ε. A
-    parameter whose ``.grad`` is None does not move in that step; for the others, its gradient is zero.
+    ``momentum_on="steps"`` averages steps, m ← μm + v, θ ← θ − lr·m. ``momentum_on="gradients"`` averages gradients, m
+    ← μm + (1 − μ)ω, and applies the current metric to the average, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983).
+    Use "gradients" if the gradient is noisy: a sum of steps that were computed with different metrics is a descent
+    direction of none of them. Weight decay is decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change
+    between steps; λ must be the same in all groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue,
+    factor by factor, and the groups hold ε. A parameter whose ``.grad`` is None does not move in that step; the steps
+    of the others are those with a zero gradient there.
 
-    When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses are updated in
-    place: those of some layers may be newer, and the inverses are then due again. A step that its rule refuses
-    (``opt.last.accepted`` is False) changes no parameter and resets the momentum. A rule that evaluates the loss again
-    (``LevenbergMarquardt``) needs ``opt.step(closure)``: ``opt.needs_closure`` and ``repr(opt)`` say so, and the logger
-    "natgrad" does at construction.
+    When a step raises an error, parameters and momentum are unchanged. Kronecker factors and their inverses are updated
+    in place: those of some layers may have changed, and the inverses are then computed again in the next step. A step
+    that the step rule rejects (``opt.last.accepted`` is False) changes no parameter and resets the momentum. A rule
+    that evaluates the loss again (``LevenbergMarquardt``) needs ``opt.step(closure)``: ``opt.needs_closure`` and
+    ``repr(opt)`` say so, and the logger "natgrad" does at construction.
 
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. With
     ``fallback="adamw"`` parameters with fewer than two axes (gains, biases) and the weights of embeddings are stepped
-    by AdamW, with the learning rate and the weight decay of their group, and the metric is over the others: a head is
-    among these unless it is tied to an embedding. If the metric is ``BatchGradient()``, AdamW also has parameters with
-    three axes outside of ``nn.Conv1d``, which may be stacks of matrices (experts). A group may say otherwise for
-    all of its parameters, ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last``
-    and rules that evaluate the loss see the parameters of the metric. ``rules``: layer rules for modules of your own.
-    ``output`` takes what the model returns to its output tensor. With ``examples="inputs"`` outputs that the model
-    flattens over positions, [n·t *out], belong to the n examples that its first input has on its first axis.
-    ``generator`` is for sampled metrics; by default the optimizer has its own, so the random stream of the user does
-    not move. ``memory`` bounds, in bytes, what the structure may occupy.
+    by AdamW, with the learning rate and the weight decay of their group. The metric covers the other parameters, among
+    them a head that is not tied to an embedding. If the metric is ``BatchGradient()``, AdamW also steps parameters with
+    three axes outside of ``nn.Conv1d``, which may be stacks of matrices (experts). A group may choose otherwise for all
+    of its parameters, ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last`` and
+    rules that evaluate the loss cover the parameters of the metric only. ``rules``: layer rules for your own modules.
+    ``output``: a function that extracts the output tensor from what the model returns. ``examples="inputs"``: the model
+    flattens its outputs over positions, [n·t *out], and the examples are the n rows of its first input. ``generator``
+    is for sampled metrics; by default the optimizer has its own, so that it does not use the global random state.
+    ``memory``: the largest number of bytes that the structure may occupy.
 
-    Parameters that the loss reaches, but not through the outputs (another head, beside ``output``), have no metric:
-    AdamW steps them with ``fallback="adamw"``, else they do not move. They are named in a warning. If the metric is
-    given as a loss, the first step compares the gradient that comes to the outputs with that of this loss, and another
-    loss is named, too. ``strict=True`` makes these warnings errors.
+    Parameters that the loss reaches, but not through the outputs (another head, outside of ``output``), have no metric:
+    with ``fallback="adamw"`` AdamW steps them, otherwise they do not move. A warning names them. If the metric is given
+    as a loss, the first step compares the gradient at the outputs with that of this loss, and a warning reports another
+    loss. ``strict=True`` turns these warnings into errors.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))

@@ -70,23 +70,24 @@ def KFAC(
 
     A drop-in optimizer for any model and any metric on its outputs. The metric is estimated every ``metric_every``
     steps (default 10; 2 with ``SelfTuned``), enters a moving average with ``decay``, and is inverted every
-    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). ``early``: in the beginning, when it changes fastest,
-    it is also inverted in the steps 1, 2, 4, 8, … and estimated in every step (``Refresh``). The default ``solver`` is
-    ``Factored()``; on a GPU it refreshes inverses by Newton's iteration where the last one is near enough.
-    ``opt.plan()`` says what becomes of every parameter. ``step=ng.SelfTuned()`` chooses learning rate, momentum and
-    damping by itself and needs ``opt.step(closure)``.
+    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). ``early``: in the beginning, when the metric changes
+    fastest, it is also inverted in the steps 1, 2, 4, 8, … and estimated in each of the first 16 steps (``Refresh``).
+    The default ``solver`` is ``Factored()``; on a GPU it updates an inverse by Newton's iteration if the last one is
+    close enough. ``opt.plan()`` lists the rule and the structure of every parameter. ``step=ng.SelfTuned()`` chooses
+    learning rate, momentum and damping by itself and needs ``opt.step(closure)``.
 
-    ``sharing``, ``fallback``, ``strict`` and ``largest`` (rows of a factor that is more than a diagonal) are those of
-    ``Kronecker``; parameters that no layer rule covers have the structure ``fallback``. With ``fallback="adamw"``,
-    which is that of ``NaturalGradient``, embeddings, gains and biases are stepped by AdamW. ``strict`` is also that of
-    ``NaturalGradient``, as the other arguments are: another loss than the one given is an error in the first step.
+    ``sharing``, ``fallback``, ``strict`` and ``largest`` are arguments of ``Kronecker``: parameters that no layer rule
+    covers have the structure ``fallback``, and of factors with more than ``largest`` rows only the diagonal is kept.
+    With ``fallback="adamw"`` AdamW steps embeddings, gains and biases. ``strict=True`` also raises an error if the
+    first step trains another loss than the one given. ``NaturalGradient`` describes the other arguments.
 
-    ``metric``: a metric, or the loss that is trained, which stands for ``metric_of(loss, samples=1)`` and counts terms
-    as the loss does. Of a metric, G is a mean over the examples: for a loss that is a mean over tokens give
-    ``Fisher(family, reduction="mean")``, or S is larger by their number, and the steps are too short.
+    ``metric``: a metric, or the loss that is trained. A loss is replaced by ``metric_of(loss, samples=1)``, which has
+    the same reduction. A metric is a mean over the examples and a sum over the terms of an example: if the loss is a
+    mean over tokens, give ``Fisher(family, reduction="mean")``; otherwise S is too large by the number of tokens, and
+    the steps are too short.
 
-    The metric sees all forward passes with gradients between two steps, so gradient accumulation works. Call the model
-    under ``torch.no_grad()`` to evaluate it.
+    The metric is estimated from all forward passes with gradients between two steps, so gradient accumulation works.
+    Call the model under ``torch.no_grad()`` to evaluate it.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -301,23 +302,23 @@ def Natural(
     polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983). Of
     G = S ⊗ A the diagonals are kept, S = E[∇²]1/i, a number for every neuron, and A = 1ᵀE[∇²]/o, one for every input:
     the statistics of Adafactor (Shazeer and Stern 2018). ε·mean S and ε·mean A are added to them (``Relative``). So
-    neurons with large gradients, and inputs that are large, do not rule the singular vectors, and steps along them are
-    short. With p = ½ the metric is half-way between the identity and G. A kernel [o i *k] is the matrix [o i·k].
+    neurons with large gradients, and inputs of large size, do not dominate the singular vectors, and steps along them
+    are short. With p = ½ the metric is half-way between the identity and G. A kernel [o i *k] is the matrix [o i·k].
 
     Every matrix steps by the root mean square lr·rms, or less where its gradient has a low rank, so ``lr`` is on the
     scale of AdamW's. Embeddings, vectors (also matrices with one row or one column) and parameters with three axes
-    outside of ``nn.Conv1d`` are stepped by AdamW with the same learning rate, schedule and weight decay, and β =
-    (0.9, 0.95). Give it a wide softmax as well, as the head of a language model:
+    outside of ``nn.Conv1d`` are stepped by AdamW with the same learning rate, schedule and weight decay, and β = (0.9,
+    0.95). Leave a wide softmax to AdamW as well, such as the head of a language model:
     ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
 
-    Two numbers need thought: ``lr``, from a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no
-    layer rule and no loss is needed.
+    Tune ``lr``, in a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no layer rule and no loss is
+    needed.
 
-    ``factors="whole"`` keeps S and A whole, and ``polar=False`` takes v = G^-p M, of the root mean square lr·rms
-    (``Normalised``): both together are ``ng.Shampoo``, which has other defaults. A ``metric``, or a loss
-    (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as ``ng.Fisher(family,
-    samples=1)``, has the factors of K-FAC, from one more backward pass, ``ng.Empirical()`` those of the loss's own
-    cotangents. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence (``Kronecker``). The metric is estimated
+    ``factors="whole"`` keeps the whole matrices S and A, and ``polar=False`` takes v = G^-p M with the root mean square
+    lr·rms (``Normalised``): both together are ``ng.Shampoo``, which has other defaults. A ``metric``, or a loss
+    (``ng.metric_of``), replaces the second moment of the gradients: ``ng.Fisher(family, samples=1)`` and a loss have
+    the factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
+    backward pass. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence (``Kronecker``). The metric is estimated
     every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps (default: 1, and 25 with
     ``factors="whole"``), or with "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4,
     … before. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
@@ -384,11 +385,10 @@ def Shampoo(
 
     The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
-    it from a second optimizer ("grafting"). Momentum is of gradients, with Nesterov's step; embeddings and parameters
-    with fewer than two axes have AdamW. A kernel [o i *k] has one factor for o and one for i, which its offsets share,
-    unless both have more than ``largest`` rows: then it is the matrix [o i·k].
-    ``fit="kl"`` is KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other
-    arguments are those of ``Natural``.
+    it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step; AdamW steps embeddings and
+    parameters with fewer than two axes. A kernel [o i *k] has one factor for o and one for i, which its offsets share,
+    unless both have more than ``largest`` rows: then it is the matrix [o i·k]. ``fit="kl"`` is KL-Shampoo (Lin et al.
+    2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other arguments are those of ``Natural``.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
@@ -447,9 +447,9 @@ def StochasticReconfiguration(
     inner = structure.structure if isinstance(structure, Refresh) else structure
     if isinstance(inner, (Kronecker, EigenKronecker)):
         raise IncompatibleError(
-            f"{type(inner).__name__} does not work for stochastic reconfiguration: its factors are centred apart, "
-            "and of a linear last layer, whose cotangents are the same everywhere, rounding is left. Use Kernel, "
-            "Dense, or Implicit with solver=CG()"
+            f"{type(inner).__name__} does not work for stochastic reconfiguration: its factors are centred "
+            "separately, and S of a linear last layer, whose cotangents are constant, is zero up to rounding. Use "
+            "Kernel, Dense, or Implicit with solver=CG()"
         )
     return NaturalGradient(
         model,
@@ -489,12 +489,12 @@ def SOAP(
     """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
 
     Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²] in every step: this is
-    ``EigenKronecker(power=½, eigenvectors="iterated")``. Every ``basis_every`` steps and (``early``) in the steps
-    1, 2, 4, 8, … Q ← QR(SQ), P ← QR(AP). What differs from the paper's algorithm: the first gradient takes a step; D is
+    ``EigenKronecker(power=½, eigenvectors="iterated")``. Every ``basis_every`` steps and (``early``) in the steps 1, 2,
+    4, 8, … Q ← QR(SQ), P ← QR(AP). What differs from the paper's algorithm: the first gradient takes a step; D is
     carried into a new basis, where the paper only sorts it; λ is 10⁻⁶ of the mean of D (the paper adds 10⁻⁸ to √D:
     ``damping=1e-16``), so that rounding along directions without a gradient is not amplified; momentum is Nesterov's
-    and not corrected for its start, so that the first steps are shorter; embeddings and parameters with fewer than two
-    axes have AdamW.
+    and not corrected for its start, so that the first steps are shorter; AdamW steps embeddings and parameters with
+    fewer than two axes.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
@@ -534,9 +534,9 @@ def Muon(
 ) -> NaturalGradient:
     """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
 
-    Steepest descent in the spectral norm, the identity being the metric: nothing is estimated. Its steps are those of
+    Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
     ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch. A kernel
-    [o i *k] is the matrix [o i·k]; embeddings and parameters with fewer than two axes have AdamW. M and the other
+    [o i *k] is the matrix [o i·k]; AdamW steps embeddings and parameters with fewer than two axes. M and the other
     arguments are those of ``Natural``, ``iteration`` is that of ``Polar``.
 
     >>> import torch, natgrad as ng

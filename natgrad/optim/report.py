@@ -286,7 +286,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
         listing = "all factors" if len(result.diagonals) == factors else ", ".join(result.diagonals)
         lines.append(f"only the diagonal is kept of {listing}")
     if ruled and fresh and any(row.rule for row in result.rows):
-        lines.append("a weight that is used beside its module's forward has the rule of its operations after a pass")
+        lines.append("a weight that is also used outside its module's forward gets another rule in the first pass")
     return lines
 
 

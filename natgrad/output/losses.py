@@ -467,7 +467,15 @@ class HessianLoss(OutputMetric):
             pushed: Tensor = torch.func.grad(lambda a: (slope(a) * u).sum())(y)
             return pushed
 
-        columns = torch.stack([product(u) for u in one_hot_columns(y)])
+        try:
+            columns = torch.stack([product(u) for u in one_hot_columns(y)])
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):
+                raise
+            raise IncompatibleError(
+                f"{self._name} has no second derivative in torch: {error}. Use Empirical(), which is made of its "
+                "cotangents, or Euclidean()"
+            ) from error
         H = n * columns.reshape(d, n, d).transpose(0, 1)
         λ, V = torch.linalg.eigh(0.5 * (H + H.mT))
         if can_read(y) or "checked" not in self.checks:

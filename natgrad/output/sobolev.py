@@ -23,14 +23,15 @@ from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMet
 @final
 @dataclass(frozen=True)
 class Sobolev(CouplingMetric):
-    """The norm of H_s, s = d + 2ν, instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (Bai, Rosenberg and Xu 2022).
+    """The norm of H^(ν + d/2) instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (Bai, Rosenberg and Xu 2022).
 
-    K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's inputs, with k(0) = 1. With the Euclidean ``base``,
-    vᵀGv is 1/N of the squared norm of the smallest functions that have the values J v at the inputs. For an
-    over-parametrised model without damping, one step moves the training outputs by −ηK e, where Gauss–Newton moves
-    them by −ηe. So descent needs η < 2/λ_max(K), and λ_max(K) can be as large as N. With ``Fisher(Categorical())`` it
-    is the norm of x ↦ 2√p(·|x), the Hellinger embedding. If ℓ is small compared with all distances, K = 1 and G is
-    that of the base: Gauss–Newton, Fisher, K-FAC. G is a mean over the examples; the paper has a sum.
+    K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's inputs, with k(0) = 1. The paper writes the space as
+    H_s with s = d + 2ν. With the Euclidean ``base``, vᵀGv is 1/N of the squared norm of the smallest functions that
+    have the values J v at the inputs. For an over-parametrised model without damping, one step moves the training
+    outputs by −ηK e, where Gauss–Newton moves them by −ηe. So descent needs η < 2/λ_max(K), and λ_max(K) can be as
+    large as N. With ``Fisher(Categorical())`` it is the norm of x ↦ 2√p(·|x), the Hellinger embedding. If ℓ is small
+    compared with all distances, K = 1 and G is that of the base: Gauss–Newton, Fisher, K-FAC. G is a mean over the
+    examples; the paper has a sum.
 
     ``lengthscale``: a number, or a rule such as ``Median(divisor=4)`` that is measured on every batch. ``features``:
     called with the model's inputs, if they are not real points [n *shape] (several arguments, tokens, images).

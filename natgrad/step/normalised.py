@@ -21,9 +21,9 @@ from natgrad.step.base import PlainRule
 class Normalised(PlainRule):
     """v ← rms·v/√mean(v²), for each parameter tensor: the root mean square of its step is lr·rms.
 
-    The weight and the bias of a layer are two tensors, each with its own scale. No scale of the loss, of the metric or
-    of the damping is left in the step, and a learning rate is like that of Adam, whose steps have about this size for
-    ``rms=0.2`` (Liu et al. 2025). A step that is zero stays zero.
+    The weight and the bias of a layer are two tensors, each with its own scale. The step does not depend on the scale
+    of the loss, of the metric or of the damping, and a learning rate is like that of Adam, whose steps have about this
+    size for ``rms=0.2`` (Liu et al. 2025). A step that is zero stays zero.
 
     >>> Normalised().scale(Vector({"w": torch.tensor([3.0, -3.0])}), torch.ones(()))
     {'w': tensor(0.0667)}

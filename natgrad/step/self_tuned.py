@@ -28,11 +28,11 @@ class SelfTuned(StepRule):
     In the first step, and then every ``every`` steps, the loss is evaluated where the step lands: by default every five
     steps with Kronecker factors, and every step with other structures, whose estimates cost more than a trial. If it
     has fallen by less than a quarter of what the model predicted, λ is multiplied by ``factor``; if by more than three
-    quarters, λ is divided by it. Were G the whole curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: above three
-    halves the model is more damping than metric, and λ is divided by four. If the loss rises, the step is cut to a
-    quarter, at most three times, and λ is multiplied by four; if no cut helps, the step is refused. The steps in
-    between are at most three times as long, in the metric, as the one before, since a small batch may say little about
-    most directions.
+    quarters, λ is divided by it. If G were the exact curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: if it is
+    above three halves, the damping is larger than the metric, and λ is divided by four. If the loss rises, the step is
+    cut to a quarter, at most three times, and λ is multiplied by four; if no cut helps, the step is rejected. Steps
+    without an evaluation are at most three times as long, in the metric, as the one before, since a small batch may
+    determine few directions.
 
     ``fraction``: the fraction of the batch for the exact products (a quarter, section 8 of the paper), with 256
     examples at least. With gradient accumulation these are examples of the last micro-batch; the gradient, the

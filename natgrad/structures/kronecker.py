@@ -94,33 +94,33 @@ Halves: TypeAlias = tuple[SymFactor, SymFactor]  # S^-½ and A^-½ of a layer, d
 class Kronecker(Layered):
     """G ≈ S ⊗ A on every layer, A = E[a aᵀ], S = E[g gᵀ] (Martens and Grosse 2015; Luk and Grosse 2018, (2.8)).
 
-    ``sharing``: what becomes of positions that share a weight (pixels, tokens, time steps): "expand" takes them for
-    independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). A position without a cotangent (a
+    ``sharing``: how positions that share a weight (pixels, tokens, time steps) are treated: "expand" treats them as
+    independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). A position with a zero cotangent (a
     padded token, an ignored label) does not count, unless it is a pixel. ``fallback`` is the structure of the
-    parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
-    rows (a vocabulary), that of the bias not counted, only the diagonal is kept. With ``bias="separate"`` a bias is a
-    layer of its own, apart from its weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is
-    G^p = S^p ⊗ A^p.
+    parameters that no layer rule covers; with ``strict=True`` such parameters raise an error. Of a factor with more
+    than ``largest`` rows (a vocabulary; the row of the bias is not counted) only the diagonal is kept. With
+    ``bias="separate"`` weight and bias are two layers. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the
+    metric is G^p = S^p ⊗ A^p.
 
     ``fit``: "mean" takes the mean of each side, as above. "kl" takes the product that is nearest in KL divergence,
 
         S ← E[g gᵀ · aᵀA⁻¹a]/i,   A ← E[a aᵀ · gᵀS⁻¹g]/o        (Lin et al. 2025)
 
-    with the inverses of the last refresh; before the first one it is the mean. Averaged and refreshed again and again
-    this tends to the fixed point, at which the divergence KL(N(0, G) ‖ N(0, S ⊗ A)) is least. The inverses are damped,
-    and i and o become tr A(A + λ_A)⁻¹ and tr S(S + λ_S)⁻¹: else S would grow and A shrink, or the other way round,
-    without end. What noise moves from one factor into the other is brought back at a refresh, by a power of two that
-    leaves S ⊗ A as it is. So this is the product of the means where a and g are independent, whatever the damping. A
-    factor that is zero does not weigh the other one. A weight that is tied to another kind of layer, and a stack of
-    experts, keep the means of both sides.
+    with the last inverses; before the first inversion it is the mean. Repeated with moving averages, this converges to
+    the fixed point at which the divergence KL(N(0, G) ‖ N(0, S ⊗ A)) is least. The inverses are damped, and i and o are
+    replaced by tr A(A + λ_A)⁻¹ and tr S(S + λ_S)⁻¹: otherwise S would grow and A shrink without bound, or the other way
+    round. Noise can move scale from one factor to the other; every inversion undoes this by a power of two that does
+    not change S ⊗ A. If a and g are independent, the result is the product of the means, whatever the damping. A factor
+    that is zero does not weight the other one. A weight that is tied to another kind of layer, and a stack of experts,
+    keep the means of both sides.
 
     With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
     the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
 
-    A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
-    Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
-    G. So have parameters that a function stands before (``weight_norm``, a merged LoRA): W = f(θ) has a product S ⊗ A,
-    and its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) has none. This is logged once; ``strict`` accepts it.
+    A parameter outside of modules with a rule has the factors of the operations that use it: products, convolutions,
+    lookups. Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact
+    diagonal of G. So do parameters θ of a weight W = f(θ) (``weight_norm``, a merged LoRA): W has a Kronecker product S
+    ⊗ A, but its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) is not a Kronecker product. This is logged once; ``strict`` allows it.
 
     An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
     trace and partial traces are those of the sum of the two (``natgrad.pullback.layer``).
@@ -132,10 +132,11 @@ class Kronecker(Layered):
     is not in the estimate of that pass: the moving average of its factors continues with the next pass that uses it.
     The correction of the average for its start counts all estimates, and is an approximation for such a layer.
 
-    Where no positions share a weight, S ⊗ A is its block of G for one datum, for deep linear networks and squared loss,
-    and wherever a and g are independent. Where positions share it, one datum is a sum of products, which no
-    product is; a deep linear network is exact with "expand" if it has an output at every position, with "reduce" if it
-    averages over them. Every metric on the outputs will do, also a sampled one (Luk and Grosse 2018, theorem 3.6).
+    If no positions share a weight, S ⊗ A equals the block of G for one example, for deep linear networks with squared
+    loss, and whenever a and g are independent. If positions share it, the block of one example is a sum of products, in
+    general not a product; for a deep linear network "expand" is exact if it has an output at every position, and
+    "reduce" if it averages over them. Every metric on the outputs can be used, also a sampled one (Luk and Grosse 2018,
+    theorem 3.6).
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 1)

@@ -25,17 +25,18 @@ _EVERY_STEP = 16  # steps in which an early schedule estimates the metric every 
 class Refresh(Structure):
     """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (Grosse 2021, (32)).
 
-    It is inverted every ``inverse`` steps; in between the last inverse is used, and a change of the damping waits. With
-    ``inverse=1`` it is inverted whenever the metric or the damping has changed. ``early``: in the beginning, when the
-    metric changes fastest, it is also inverted in the steps 1, 2, 4, 8, … before the first period is over, and
-    estimated in each of the first 16 of them.
+    The metric is inverted every ``inverse`` steps; in between the last inverse is used, and a change of the damping has
+    no effect until the next inversion. With ``inverse=1`` it is inverted whenever the metric or the damping has
+    changed. ``early``: in the beginning, when the metric changes fastest, it is also inverted in the steps 1, 2, 4, 8,
+    … before the first period is over, and estimated in each of the first 16 of them.
 
     With ``inverse="fresh"`` there is no period. The metric is inverted in the steps 1, 2, 4, …, 64, and whenever its
     factors F have moved by ``drift`` since the last inverse: √(mean over the factors of ‖F̄ − F‖²/‖F‖²), from products
-    with random signs, or the damping has. One factor of a hundred that doubles counts as much as all that change by a
-    tenth. The host reads this number four steps later, and so does not wait for a device. ``budget``: inverting takes
-    at most this part of the time of the other steps, which is measured; the steps 1, 2, 4, …, 64 are free. Clocks
-    differ from run to run: with ``budget=None`` none is asked, and a run can be repeated and resumed bit for bit.
+    with random signs, or the damping has. One factor of a hundred that doubles counts as much as a change of all
+    factors by a tenth. The host reads this number four steps later, so that it does not wait for the device.
+    ``budget``: inversions take at most this share of the measured time of the other steps; the steps 1, 2, 4, …, 64 are
+    not limited. Measured times differ from run to run: with ``budget=None`` they are not used, and a run can be
+    repeated and resumed bit for bit.
 
     ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
     and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import race_models, races, rivals
+import natgrad as ng
+from benchmarks import pages, race_models, races, rivals
 
 CPU = torch.device("cpu")
 TASKS = {task.name: task for task in race_models.tasks(tiny=True).values()}
@@ -285,3 +287,34 @@ def test_the_head_and_embeddings_are_left_to_adamw() -> None:
     task = TASKS["tiny-autoencoder"]
     model = task.network()
     assert len(rivals.matrices(model, task.head)) == 4
+
+
+CALL = re.compile(r"`(ng\.\w+)(?:\((.*)\))?`")  # of ng.Natural(inverse_every=25), say
+CALLS = {name: match for name, title in pages.NAMES_OF_RACERS.items() if (match := CALL.search(title))}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_pages_name_an_optimizer_by_the_call_that_was_raced(name: str) -> None:
+    function, arguments = CALLS[name].groups()
+    call = f"{function}(model, lr=3e-3, weight_decay=0.1{', ' + arguments if arguments else ''})"
+    plans, weights = [], []
+    for raced in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        task = TASKS["tiny-uci"]
+        opt: Any = (
+            rivals.CONTENDERS[name].make(model, 3e-3, 0.1, task) if raced else eval(call, {"ng": ng, "model": model})
+        )
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            opt.step()
+        plans.append(str(opt.plan()))
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert plans[0] == plans[1]
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_every_optimizer_with_a_record_has_a_name_on_the_pages() -> None:
+    raced = {run.optimizer for run in races.Records.load(pages.RECORDS).by_run}
+    assert not raced - pages.NAMES_OF_RACERS.keys()

@@ -290,6 +290,7 @@ class OfItself(nn.Module):
         (call(nn.KLDivLoss(), None, 3, 2), ValueError, r"write metric_of\(loss, axis=-1\), or axis=1"),
         (call(nn.GaussianNLLLoss(), None, 3), ValueError, "needs mean and variance on the last axis"),
         (call(lambda y, t: (y - t).abs().mean(), uniform(3), 3), IncompatibleError, "has no curvature at the outputs"),
+        (call(nn.MultiMarginLoss(), labels(), 3), IncompatibleError, r"MultiMarginLoss\(\) has no second derivative"),
         (call(lambda y, t: y.std(0).sum(), uniform(3), 3), IncompatibleError, "couples the examples of a batch"),
         (call(lambda y, t: y - t, uniform(3), 3), TypeError, "must return one number for a batch, and it returned"),
     ],
