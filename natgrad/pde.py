@@ -177,30 +177,36 @@ def _propagated(
             f"the model returned {kind}: it must return one tensor, computed from the points by torch operations. "
             "Wrap it in a function that picks the output"
         )
-    if isinstance(model, nn.Module):
-        _check_apart(model, x, out.value)
+    _check_apart(model, x, out.value)
     return Jet(out.whole(), out.of)  # joined, so that the last bias is in the graph of every derivative
 
 
-_checked: WeakSet[nn.Module] = WeakSet()
+_checked: WeakSet[Any] = WeakSet()  # modules, and the code of functions
 
 
-def _check_apart(model: nn.Module, x: Tensor, value: Tensor) -> None:
-    """Compare the value at the last point with that of the point alone, when a module is met first."""
-    if model in _checked or x.ndim < 2 or len(x) < 2:
+def _check_apart(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, value: Tensor) -> None:
+    """Compare the value at the last point with that beside other points, when a module or a function is met first.
+
+    As many others, halfway to the last one: the model may hold numbers that belong to the points.
+    """
+    known = model if isinstance(model, nn.Module) else getattr(model, "__code__", model)
+    if known in _checked or x.ndim < 2 or len(x) < 2:
         return
+    others = torch.cat([(x[:-1] + x[-1:]) / 2, x[-1:]]).detach()
+    isolated = untouched(model) if isinstance(model, nn.Module) else nullcontext()
     try:
-        with torch.no_grad(), library_pass(), untouched(model), eager(model):
-            alone = model(x[-1:])
-        gap, size = float((alone[0] - value[-1]).detach().abs().max()), float(value.detach().abs().max())
+        with torch.no_grad(), library_pass(), isolated, eager(model) if isinstance(model, nn.Module) else nullcontext():
+            beside = model(others)
+        gap, size = float((beside[-1] - value[-1]).detach().abs().max()), float(value.detach().abs().max())
     except RuntimeError:
-        return  # inside a transform of torch.func, or a model of so many points only
+        return  # inside a transform of torch.func
     if gap > torch.finfo(x.dtype).eps ** 0.5 * size:
         raise BatchStatisticsError(
-            f"{type(model).__name__}: the value at a point changes by {gap:.2g} if the others are left out, so it "
-            "depends on them. Derivatives by the points need a model that treats every point by itself"
+            f"{getattr(model, '__name__', type(model).__name__)}: the value at a point changes by {gap:.2g} if the "
+            "others move, so it depends on them. Derivatives by the points need a model that treats every point by "
+            "itself"
         )
-    _checked.add(model)
+    _checked.add(known)
 
 
 def _check_points(x: Any) -> None:

@@ -337,7 +337,8 @@ class WithoutGradients(nn.Module):
         (lambda x: torch.cdist(x, torch.ones(2, 3)), "_?cdist has no rule, and torch cannot differentiate it twice"),
         (lambda x: x * x[0, 0].item(), "calls item: a number has no derivative"),
         (Writes(), "calls setitem: a tensor cannot hold derivatives. Build it with torch.cat"),
-        (Centred(), "Centred: the value at a point changes by .* if the others are left out"),
+        (Centred(), "Centred: the value at a point changes by .* if the others move"),
+        (lambda x: x.exp() - x.exp().mean(0), "<lambda>: the value at a point changes by .* if the others move"),
         (WithoutGradients(), "calls exp where gradients are switched off"),
         (lambda x: torch.ones(len(x)), "returned a tensor that does not depend on x"),
         (lambda x: (x, x), "returned a tuple: it must return one tensor"),
@@ -349,6 +350,13 @@ class WithoutGradients(nn.Module):
 def test_models_without_derivatives(model: Any, message: str) -> None:
     with pytest.raises((ng.errors.NoDerivativeError, ng.errors.BatchStatisticsError), match=message):
         ng.pde.laplacian(model, torch.rand(2, 3))
+
+
+def test_a_function_may_hold_a_number_for_every_point() -> None:
+    x, factor = points(), torch.arange(1.0, len(points()) + 1, dtype=points().dtype)
+    u = ng.pde.derivatives(lambda x: factor * x.square().sum(-1), x)
+    torch.testing.assert_close(u.laplacian, 2 * x.shape[1] * factor)
+    torch.testing.assert_close(u.gradient, 2 * factor[:, None] * x)
 
 
 def test_bad_input() -> None:
