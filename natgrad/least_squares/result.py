@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.least_squares.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
 from natgrad.least_squares.residuals import ResidualFunction
-from natgrad.least_squares.trust_region import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
 
 _WHY = {
     GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
+from natgrad.least_squares.fits import NOT_FINITE, Fits, Rules
 from natgrad.least_squares.losses import RobustLoss
 from natgrad.least_squares.residuals import ResidualFunction, Unknowns
 from natgrad.least_squares.result import FitResult
 from natgrad.least_squares.sensitivity import differentiable
-from natgrad.least_squares.trust_region import NOT_FINITE, Fits, Rules, minimise
+from natgrad.least_squares.trust_region import minimise
 from natgrad.log import OnceLogger
 
 _logger = OnceLogger()
