@@ -96,8 +96,8 @@ class Triangle(Linearised):
     def bend(self, second: Tensor, fits: Fits) -> Vector:
         pulled = [g / d for g, d in zip((second.unsqueeze(-2) @ fits.J).tolist()[0][0], self.D, strict=True)]
         values = self._values
-        parts = [sum(map(mul, v, pulled)) / (a + fits.λ) for a, v in zip(values.squares, values.Vt, strict=True)]
-        return values.combined(parts)
+        t = [sum(map(mul, v, pulled)) / (a + fits.λ) for a, v in zip(values.squares, values.Vt, strict=True)]
+        return values.combined(t)
 
 
 @final
@@ -174,11 +174,10 @@ class Triangles(Linearised):
 
     def of_rows(self, rows: Tensor) -> Triangles:
         """Those of some of the fits."""
-        return Triangles(
-            *(t[rows] for t in (self.D, self.gauss_newton, self.tangent, self.size, self.unit, self.terms)),
-            TriangularLeastSquares(self.problem.R[rows], self.problem.z[rows]),
-            None if self.free is None else self.free[rows],
-        )
+        problem = TriangularLeastSquares(self.problem.R[rows], self.problem.z[rows])
+        D, step, tangent = self.D[rows], self.gauss_newton[rows], self.tangent[rows]
+        free = None if self.free is None else self.free[rows]
+        return Triangles(D, step, tangent, self.size[rows], self.unit[rows], self.terms[rows], problem, free)
 
     @cached_property
     def _decomposed(self) -> tuple[Tensor, Tensor, Tensor]:

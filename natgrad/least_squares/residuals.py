@@ -173,32 +173,33 @@ class ResidualFunction:
     def _first(self, x: Tensor, r: Tensor) -> Tensor:
         """J in the first way that is right. What was found out about ``fun`` in an earlier call is not tested twice."""
         assert self.shape is not None
-        known = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
+        memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
-        if key in known:
-            self._method = known[key]
+        if key in memory:
+            self._method = memory[key]
             try:
                 return self.jacobian(x, r)
             except Exception:  # other arguments may need another way
                 if self._method is Differentiation.GENERAL:
                     raise
         few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * SMALL_PASSES
-        for method in list(Differentiation)[0 if few else 2 :]:
+        for method in list(Differentiation)[0 if few else 2 : -1]:
             self._method = method
-            J = self._tried(method, x, r)
+            J = self._tried(x, r)
             if J is not None:
                 break
+        else:
+            self._method = method = Differentiation.GENERAL
+            self._refuse_constant(x)
+            J = self.jacobian(x, r)
         if not self.batch:
             self._say_unused(J)
         if _can_be_known(self.fun) and bool(r.isfinite().all()):
-            _WAYS[self.fun] = {**known, key: self._method}
+            _WAYS[self.fun] = {**memory, key: method}
         return J
 
-    def _tried(self, method: Differentiation, x: Tensor, r: Tensor) -> Tensor | None:
-        """J in this way, if that is right."""
-        if method is Differentiation.GENERAL:
-            self._refuse_constant(x)
-            return self.jacobian(x, r)
+    def _tried(self, x: Tensor, r: Tensor) -> Tensor | None:
+        """J in the way that is set, if that is right."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
