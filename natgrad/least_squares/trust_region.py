@@ -156,7 +156,7 @@ def _step(
 
     # The parabola through the slope and the two costs has its minimum at this share of the step
     shrink = select(
-        actual < 0, greatest(0.1, least(0.5, 0.5 * slope / greatest(slope - actual, torch.finfo(f.dtype).tiny))), 0.5
+        actual < 0, greatest(0.25, least(0.5, 0.5 * slope / greatest(slope - actual, torch.finfo(f.dtype).tiny))), 0.5
     )
     radius = least(fits.radius, norm) if first else fits.radius
     noise = taken & (predicted <= rounding)  # a ratio of rounding errors is no reason for a smaller region
