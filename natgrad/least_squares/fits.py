@@ -51,9 +51,10 @@ class Fits:
     J: Tensor = field(default_factory=lambda: torch.empty(0))  # [b m n] where it was last computed
     radius: Number = 0.0
     λ: Number = 0.0
-    offset: Number = torch.inf  # ‖QQᵀf‖/‖f‖ for J = QR: the cosine between the residuals and the tangent space
+    # ‖QQᵀf‖/‖f‖ for J = QR: the cosine between the residuals and the tangent space; of a settled fit, the least so far
+    offset: Number = torch.inf
     settled: Number = 0  # the rule FTOL, XTOL or both that a step has met
-    stalled: Number = 0  # steps since then in which the offset did not fall; full ones count _PATIENCE
+    stalled: Number = 0  # how much patience it has lost since its offset fell
     limited: Number = 0  # steps in a row that ended on the sphere
     status: Number = RUNNING
     evaluations: Number = 1

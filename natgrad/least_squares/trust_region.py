@@ -36,9 +36,11 @@ from natgrad.least_squares.residuals import ResidualFunction
 
 _LEAST_RADIUS = 1e-8  # of the first trust region, where the size of x, 1, is not known from x itself
 _LEAST_RATIO = 1e-4  # least ratio of actual to predicted decrease of a step that is taken
-_FALLS = 0.9  # of the last offset: a settled fit goes on while its offset falls so
+_FALLS = 0.9  # of the least offset: a settled fit goes on while its offset falls so
 _PATIENCE = 10
-_STRETCHED = 0.2, 0.95  # between which the factor of falling steps is used
+_WHOLE = 5  # of _PATIENCE: what a settled fit loses with a step without damping after which the offset did not fall
+_STEADY = 0.2  # the least |q| of steps that fall by one factor q
+_FACTORS = -4.0, 0.95  # between which q is used; below −1 whole steps swing to and fro, and grow
 _NOISE = 4  # in units of the machine epsilon: how much the cost of a settled fit may rise by rounding
 _REFUSED = 3  # of _PATIENCE: what a settled fit loses with a step that raises the cost
 _CRAWLS = 10  # steps in a row that the region limits: after these a fit bends its steps
@@ -68,11 +70,13 @@ def minimise(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Ru
             offset = model.tangent / select(fits.cost > 0, 2 * fits.cost, 1.0) ** 0.5
             fits.stop(offset <= rules.gtol, GTOL)
             # A step that the region has limited says little about the end of a valley
-            stalls = (fits.settled > 0) & negated(offset <= _FALLS * fits.offset)
-            fits.stalled = fits.stalled + select(stalls, select(fits.λ > 0, 1, _PATIENCE), 0)
+            falls = offset <= _FALLS * fits.offset
+            noise = 0.5 * model.tangent * model.tangent <= _rounding(fits, model)
+            lost = select(fits.λ > 0, 1, select(noise, _PATIENCE, _WHOLE))
+            fits.stalled = select(falls, 0, fits.stalled + select(fits.settled > 0, lost, 0))
             fits.stop(fits.stalled >= _PATIENCE, fits.settled)
             fits.stop(offset != offset, NOT_FINITE)
-            fits.offset = offset
+            fits.offset = select(falls | (fits.settled == 0), offset, fits.offset)
         fits.stop(fits.evaluations >= rules.evaluations, EVALUATIONS)
         if not isinstance(fits.status, Tensor):
             if fits.status != RUNNING:
@@ -101,10 +105,10 @@ def _step(
     """Try one step of every fit, and return whether one was taken."""
     p, norm, fits.λ, slope, bend = model.within(fits)
     stretch = 1.0
+    if anywhere(fits.settled > 0):
+        stretch = _stretch(p, fits)
+        p, norm, slope, bend = scaled(stretch, p), stretch * norm, stretch * slope, stretch**2 * bend
     if rules.lower is None:
-        if anywhere(fits.settled > 0):
-            stretch = _stretch(p, fits)
-            p, norm, slope, bend = scaled(stretch, p), stretch * norm, stretch * slope, stretch**2 * bend
         δ = over(p, fits.D)
         trial = displaced(fits.x, δ)
     else:
@@ -136,8 +140,7 @@ def _step(
     finite = abs(actual) < torch.inf
     actual = select(finite, actual, -torch.inf)
 
-    length = (2 * fits.cost) ** 0.5
-    rounding = _NOISE * torch.finfo(f.dtype).eps * length * (length + model.terms)
+    rounding = _rounding(fits, model)
     small = greatest(rules.ftol * fits.cost, rounding)
     # Without damping too: with enough of it any step gains little
     by_f = (0.5 * model.tangent**2 <= small) & (predicted <= small) & (abs(actual) <= small)
@@ -177,10 +180,18 @@ def _step(
 def _stretch(p: Vector, fits: Fits) -> Number:
     """1/(1 − q) for a settled fit: in the end steps fall by one factor q, and p/(1 − q) is the sum of all to come.
 
-    q is the part of p along the last step, if that was not stretched itself (Aitken 1926).
+    q is the part of p along the last step, if that was not stretched itself (Aitken 1926). Where large residuals bend
+    away from the model, steps swing, with q < 0, and grow if q < −1: then this is what makes them fall.
     """
     last = times(fits.D, fits.last)
     square = fits.norm(last) ** 2
     q = fits.inner(p, last) / select(square > 0, square, 1.0)
-    falls = (fits.settled > 0) & (fits.λ == 0) & (abs(q) > _STRETCHED[0]) & (abs(q) < _STRETCHED[1])
-    return select(falls, 1 / (1 - least(q, _STRETCHED[1])), 1.0 + 0.0 * q)
+    low, high = _FACTORS
+    steady = (fits.settled > 0) & (fits.λ == 0) & (abs(q) > _STEADY) & (q > low) & (q < high)
+    return select(steady, 1 / (1 - least(q, high)), 1.0 + 0.0 * q)
+
+
+def _rounding(fits: Fits, model: Linearised) -> Number:
+    """What the cost may change by rounding."""
+    length = (2 * fits.cost) ** 0.5
+    return _NOISE * torch.finfo(fits.f.dtype).eps * length * (length + model.terms)

@@ -72,6 +72,20 @@ def test_a_far_start_does_not_stop_a_fit_early(name: str) -> None:
     assert any(2 * float(fit.cost) == pytest.approx(s, rel=1e-4, abs=1e-14) for s in problem.minima), float(fit.cost)
 
 
+@pytest.mark.parametrize("bounds", [None, (-9.0, 9.0)], ids=["free", "in a box"])
+def test_large_residuals_for_which_whole_steps_swing_and_grow_are_fitted_to_all_digits(bounds: Any) -> None:
+    """The curvature that Gauss–Newton leaves out is up to twice that which it has: x must be within 1e-7 errors."""
+    for seed in range(25):
+        draw = np.random.default_rng(seed).standard_normal
+        A, B, y = draw((12, 4)), draw((12, 4)), draw(12)
+        data = tuple(map(torch.tensor, (A, B, y)))
+        fit = ng.least_squares(lambda x, A, B, y: A @ x + 0.5 * torch.sin(B @ x) - y, [0.0] * 4, data, bounds=bounds)
+        angle = B @ fit.x.numpy()
+        f, J = A @ fit.x.numpy() + 0.5 * np.sin(angle) - y, A + 0.5 * np.cos(angle)[:, None] * B
+        newton = np.linalg.solve(J.T @ J - 0.5 * (B.T * (f * np.sin(angle))) @ B, J.T @ f)  # with the whole Hessian
+        assert float(np.abs(newton / fit.standard_errors.numpy()).max()) < 1e-7, seed
+
+
 def test_residuals_that_depend_on_nothing_have_nothing_to_fit() -> None:
     fit = ng.least_squares(lambda x: 0 * x[0] + DATA, ones(2))
     assert (fit.nfev, fit.status, fit.rank) == (1, 1, 0)
