@@ -123,6 +123,11 @@ class ResidualFunction:
     def _checked(self, r: Any, x: Tensor) -> torch.Size:
         if not isinstance(r, Tensor):
             raise TypeError(f"fun must return a tensor of residuals, got {type(r).__name__}")
+        if r.is_complex():
+            raise TypeError(
+                "fun returned complex residuals: return torch.view_as_real of them, so that the squares of real and "
+                "imaginary parts are summed"
+            )
         if r.dtype != x.dtype:
             raise TypeError(
                 f"fun returned residuals of {r.dtype} for unknowns of {x.dtype}: give x0 and the data in one precision "

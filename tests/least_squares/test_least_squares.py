@@ -430,6 +430,20 @@ def test_single_precision_is_said_once_with_what_is_reached(caplog: pytest.LogCa
     )
 
 
+def test_residuals_whose_squares_are_zero_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Every x is then a minimum, and x0 is returned."""
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        ng.least_squares(decay, torch.tensor([3.0, 0.7]).double(), (TIMES, 3 * torch.exp(-0.7 * TIMES)))  # exact
+        ng.least_squares(lambda x: 1e-200 * (x - 3), 3 * ones(2))
+        assert not caplog.records
+        fit = ng.least_squares(lambda x: 1e-200 * decay(x, TIMES, DATA), ones(2))
+    assert fit.nfev == 1
+    assert [r.getMessage() for r in caplog.records] == [
+        "least_squares: residuals of at most 2e-200 have squares that are zero in float64, so that a fit ends at x0: "
+        "multiply them by a number that makes them about 1"
+    ]
+
+
 def test_numbers_are_unknowns_in_double_precision() -> None:
     fit = ng.least_squares(decay, [1, 1], (TIMES, DATA))
     assert fit.x.dtype == torch.float64
@@ -539,6 +553,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: ng.least_squares(lambda p: p["a"], {"a": ones(2)}, bounds=({"b": 0}, 3)),
     ),
     "complex": (TypeError, "complex: fit its real", lambda: ng.least_squares(decay, torch.ones(2, dtype=torch.cfloat))),
+    "complex residuals": (TypeError, "torch.view_as_real", lambda: ng.least_squares(lambda x: 1j * x, ones(2))),
     "half": (TypeError, "needs float64", lambda: ng.least_squares(decay, torch.ones(2).half())),
     "empty": (ValueError, "x0 is empty", lambda: ng.least_squares(decay, ones(0))),
     "NaN in x0": (NonFiniteError, "x0 holds NaN", lambda: ng.least_squares(decay, ones(2) * math.nan)),
