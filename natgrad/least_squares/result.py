@@ -115,7 +115,10 @@ class FitResult:
         else:
             notes = [_WHY[self.status]]
             if self.rank != n:
-                notes.append(f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite")
+                notes.append(
+                    f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite, or x is "
+                    "a saddle point, to which equal starts of unknowns that may be exchanged lead"
+                )
             elif m == n:
                 notes.append("as many unknowns as residuals: the covariance is infinite")
         if self.shortened:

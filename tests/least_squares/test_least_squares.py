@@ -86,6 +86,20 @@ def test_large_residuals_for_which_whole_steps_swing_and_grow_are_fitted_to_all_
         assert float(np.abs(newton / fit.standard_errors.numpy()).max()) < 1e-7, seed
 
 
+def test_a_saddle_point_to_which_equal_terms_lead_is_named() -> None:
+    y = 3 * torch.exp(-0.5 * TIMES) + torch.exp(-3 * TIMES)
+
+    def two(x: Tensor) -> Tensor:
+        return x[0] * torch.exp(-x[1] * TIMES) + x[2] * torch.exp(-x[3] * TIMES) - y
+
+    equal, apart = ng.least_squares(two, ones(4)), ng.least_squares(two, [1.0, 1.0, 1.0, 2.0])
+    assert equal.x[:2].tolist() == pytest.approx(equal.x[2:].tolist())
+    assert "rank 2 of 4" in equal.message
+    assert "saddle point, to which equal starts" in equal.message
+    assert apart.x.tolist() == pytest.approx([3, 0.5, 1, 3])
+    assert "saddle" not in apart.message
+
+
 def test_residuals_that_depend_on_nothing_have_nothing_to_fit() -> None:
     fit = ng.least_squares(lambda x: 0 * x[0] + DATA, ones(2))
     assert (fit.nfev, fit.status, fit.rank) == (1, 1, 0)
