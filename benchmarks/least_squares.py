@@ -3,7 +3,7 @@
 Run with ``python benchmarks/least_squares.py FOLDER``, where the folder has the 27 files ``Misra1a.dat`` … of
 https://www.itl.nist.gov/div898/strd/nls/nls_main.shtml. Every problem is solved from both of its starting points, with
 default tolerances. Digits are −log₁₀ of the largest relative error of a certified value. Times are those of the
-processor, the shortest of some runs after the first, on one thread (set OMP_NUM_THREADS=1). The libraries take turns.
+processor, the median of some runs after the first, on one thread (set OMP_NUM_THREADS=1). The libraries take turns.
 """
 
 from __future__ import annotations
@@ -135,16 +135,17 @@ class Problem:
 
 
 def in_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[Any, float, Any, float]:
-    """What both return, each with the processor time in ms of its shortest run after the first."""
-    found, beside, mine, other = ours(), theirs(), math.inf, math.inf
+    """What both return, each with the median of the processor times of its runs after the first, in ms."""
+    found, beside = ours(), theirs()
+    mine, other = [], []
     for _ in range(rounds):
         start = time.process_time()
         found = ours()
-        mine = min(mine, time.process_time() - start)
-        start = time.process_time()
+        between = time.process_time()
         beside = theirs()
-        other = min(other, time.process_time() - start)
-    return found, 1e3 * mine, beside, 1e3 * other
+        mine.append(between - start)
+        other.append(time.process_time() - between)
+    return found, 1e3 * statistics.median(mine), beside, 1e3 * statistics.median(other)
 
 
 def compare(problem: Problem, start: int, rounds: int) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def networks(rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the .dat files of NIST")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--fits", type=int, default=10_000)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()

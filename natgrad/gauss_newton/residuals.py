@@ -28,7 +28,8 @@ class Residuals:
 
     ``points``: x [n *in], a tuple of such tensors, which the function gets one by one, or a function without arguments
     that draws new points for every step. Row n of r belongs to point n alone. Without points the function is of the
-    model only. ``weight``: of the class, positive. ``reduction="sum"`` leaves out 1/N.
+    model only, and may return one number, such as an integral. ``weight``: of the class, positive.
+    ``reduction="sum"`` leaves out 1/N.
 
     >>> square = Residuals(lambda net, x: net(x) - x.square(), torch.rand(10, 1), weight=2.0)
     >>> square.weight
@@ -58,6 +59,11 @@ class Residuals:
         return self.points() if callable(self.points) else self.points
 
 
+def _rows(r: Any, points: tuple[Tensor, ...]) -> Any:
+    """The residuals; one number is the row of no point, if there are none."""
+    return r.reshape(1) if not points and isinstance(r, Tensor) and r.ndim == 0 else r
+
+
 class _Evaluated(nn.Module):
     """The residuals as a module around the network, so that the layers of the network are seen."""
 
@@ -70,7 +76,7 @@ class _Evaluated(nn.Module):
         # A function may differentiate the network in x, also where nobody asks for a graph.
         wanted = torch.is_grad_enabled()
         with torch.enable_grad():
-            r = self.function(self.net, *points)
+            r = _rows(self.function(self.net, *points), points)
         return r if wanted or not isinstance(r, Tensor) else r.detach()
 
 
@@ -166,6 +172,6 @@ def _model(function: Callable[..., Tensor], params: nn.Module | Mapping[str, Ten
     def evaluated(θ: Mapping[str, Tensor], points: Points) -> Tensor:
         given = () if points is None else points if isinstance(points, tuple) else (points,)
         with torch.enable_grad():
-            return function(θ, *given)
+            return _rows(function(θ, *given), given)
 
     return Model.of(evaluated, params)

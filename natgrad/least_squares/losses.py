@@ -63,7 +63,7 @@ class RobustLoss:
     def cost(self, f: Tensor) -> Tensor:
         """[*] of residuals f [* m]."""
         if self.rho is None:
-            return 0.5 * f.square().sum(-1)
+            return 0.5 * (f * f).sum(-1)
         return 0.5 * self.scale**2 * self.rho((f / self.scale).square())[0].sum(-1)
 
     def decrease(self, here: Tensor, there: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -67,7 +68,7 @@ class ResidualFunction:
         self.shape: torch.Size | None = None  # of the residuals of one fit
         self._method: Differentiation | None = None  # not known yet
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
-        self._steps: tuple[Tensor, Tensor] | None = None  # the lengths h of complex steps [1 n], and diag(h)
+        self._steps: tuple[Tensor, Tensor] | None = None  # the lengths h of complex steps [n 1], and diag(h)
 
     def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
@@ -122,6 +123,11 @@ class ResidualFunction:
     def _checked(self, r: Any, x: Tensor) -> torch.Size:
         if not isinstance(r, Tensor):
             raise TypeError(f"fun must return a tensor of residuals, got {type(r).__name__}")
+        if r.is_complex():
+            raise TypeError(
+                "fun returned complex residuals: return torch.view_as_real of them, so that the squares of real and "
+                "imaginary parts are summed"
+            )
         if r.dtype != x.dtype:
             raise TypeError(
                 f"fun returned residuals of {r.dtype} for unknowns of {x.dtype}: give x0 and the data in one precision "
@@ -174,33 +180,38 @@ class ResidualFunction:
         assert self.shape is not None
         memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
         key = self.batch, tuple(self._shapes), self.shape, x.dtype
-        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * SMALL_PASSES
-        is_new = key not in memory
-        methods = list(Differentiation)[0 if few else 2 :] if is_new else [memory[key]]
-        for method in methods:
-            self._method = method
+        if key in memory:
+            self._method = memory[key]
             try:
-                if method is Differentiation.GENERAL and is_new:
-                    self._refuse_constant(x)
-                with warnings.catch_warnings():
-                    if method is not Differentiation.GENERAL:  # fun was not written for what is tried
-                        warnings.simplefilter("ignore")
-                    J = self.jacobian(x, r)
-                tested = not is_new or method is Differentiation.GENERAL
-                right = tested or (J.shape[:-1] == r.shape and self._agrees(x, r, J))
-            except Exception:
-                if method is Differentiation.GENERAL:
+                return self.jacobian(x, r)
+            except Exception:  # other arguments may need another way
+                if self._method is Differentiation.GENERAL:
                     raise
-                right = False  # fun was not written for this, and may fail in any way
-            if right:
-                if is_new and not self.batch:
-                    self._say_unused(J)
-                memory[key] = method
-                if _can_be_known(self.fun) and bool(r.isfinite().all()):
-                    _WAYS[self.fun] = memory
-                return J
-        self._method = Differentiation.GENERAL
-        return self.jacobian(x, r)
+        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * SMALL_PASSES
+        for method in list(Differentiation)[0 if few else 2 : -1]:
+            self._method = method
+            J = self._tried(x, r)
+            if J is not None:
+                break
+        else:
+            self._method = method = Differentiation.GENERAL
+            self._refuse_constant(x)
+            J = self.jacobian(x, r)
+        if not self.batch:
+            self._say_unused(J)
+        if _can_be_known(self.fun) and bool(r.isfinite().all()):
+            _WAYS[self.fun] = {**memory, key: method}
+        return J
+
+    def _tried(self, x: Tensor, r: Tensor) -> Tensor | None:
+        """J in the way that is set, if that is right."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                J = self.jacobian(x, r)
+            return J if J.shape[:-1] == r.shape and self._agrees(x, r, J) else None
+        except Exception:
+            return None  # fun was not written for this, and may fail in any way
 
     def _refuse_constant(self, x: Tensor) -> None:
         """Residuals without a graph to the unknowns have the Jacobian zero, and a fit would end where it starts."""
@@ -258,7 +269,7 @@ class ResidualFunction:
 
     def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
         eps = torch.finfo(x.dtype).eps
-        d = torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype, device=x.device).square_().sin_() * (eps**0.4 * x)
+        d = x * x.new_tensor([eps**0.4 * math.sin(k * k) for k in range(1, x.shape[-1] + 1)])
         moved = x + d
         true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
         off = (true - r - (J @ d.unsqueeze(-1)).squeeze(-1)).abs()
@@ -282,24 +293,24 @@ class ResidualFunction:
         return r, copies
 
     def _by_complex_steps(self, x: Tensor) -> Tensor:
-        assert self.shape is not None
-        n, ones = self.n, (1,) * len(self.shape)
         h, steps = self._complex_steps(x)
-        points = torch.complex(x.mT.expand(n, n), steps).view(n, n, *ones)  # [unknown, step, *residuals]
-        columns = self._call(self._named(points, n, *ones)).detach().imag.reshape(n, -1)
-        return (columns.mT / h).unsqueeze(0)
+        n, *tail = steps.shape
+        points = torch.complex(x.view(n, *(1,) * len(tail)), steps)  # [unknown, step, *residuals]
+        columns = self._call(self._named(points, *tail)).detach().imag.reshape(n, -1)
+        return (columns / h).mT.unsqueeze(0)
 
     def _by_single_steps(self, x: Tensor) -> Tensor:
         h, steps = self._complex_steps(x)
-        points = torch.complex(x.expand_as(steps), steps)  # [step, unknown]
+        points = torch.complex(x.expand(self.n, -1), steps.view(self.n, -1))  # [step, unknown]
         columns = [self._call(self._named(point)).detach().imag.reshape(-1) for point in points.unbind(0)]
-        return (torch.stack(columns, 1) / h).unsqueeze(0)
+        return (torch.stack(columns) / h).mT.unsqueeze(0)
 
     def _complex_steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """h [1 n], from the size of the unknowns at the start, and diag(h)."""
+        """h [n 1], from the size of the unknowns at the start, and diag(h) [n n *1]."""
         if self._steps is None:
+            assert self.shape is not None
             h = torch.finfo(x.dtype).eps ** _STEP * torch.where(x != 0, x.abs(), 1.0)
-            self._steps = h, h[0].diag()
+            self._steps = h.mT, h[0].diag().view(self.n, self.n, *(1,) * len(self.shape))
         return self._steps
 
     def _by_copies(self, x: Tensor) -> Tensor:

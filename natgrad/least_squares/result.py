@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.least_squares.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
 from natgrad.least_squares.residuals import ResidualFunction
-from natgrad.least_squares.trust_region import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
 
 _WHY = {
     GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",
@@ -115,7 +115,10 @@ class FitResult:
         else:
             notes = [_WHY[self.status]]
             if self.rank != n:
-                notes.append(f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite")
+                notes.append(
+                    f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite, or x is "
+                    "a saddle point, to which equal starts of unknowns that may be exchanged lead"
+                )
             elif m == n:
                 notes.append("as many unknowns as residuals: the covariance is infinite")
         if self.shortened:

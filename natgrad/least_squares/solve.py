@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
+from natgrad.least_squares.arithmetic import anywhere
+from natgrad.least_squares.fits import NOT_FINITE, Fits, Rules
 from natgrad.least_squares.losses import RobustLoss
 from natgrad.least_squares.residuals import ResidualFunction, Unknowns
 from natgrad.least_squares.result import FitResult
 from natgrad.least_squares.sensitivity import differentiable
-from natgrad.least_squares.trust_region import NOT_FINITE, Fits, Rules, minimise
+from natgrad.least_squares.trust_region import minimise
 from natgrad.log import OnceLogger
 
 _logger = OnceLogger()
@@ -94,6 +96,7 @@ def least_squares(
     fits = minimise(residuals, x, robust, rules)
     if not residuals.confirm(fits.x, fits.f, fits.J):  # fun is not what its first values have shown
         fits = minimise(residuals, fits.x, robust, rules)
+    _say_underflow(fits, eps)
     result = _result(residuals, fits, robust, rules, args)
     if x.dtype != torch.float64:
         _say_accuracy(result, eps)
@@ -273,6 +276,25 @@ def _count(max_nfev: Any) -> int:
     if max_nfev < 1:
         raise ValueError(f"max_nfev must be at least 1, got {max_nfev}")
     return max_nfev
+
+
+def _say_underflow(fits: Fits, eps: float) -> None:
+    """Where the squares of all residuals are zero, every x is a minimum: name fits that end at x0 for this."""
+    tiny = torch.finfo(fits.f.dtype).tiny
+    at_start = (fits.evaluations == 1) & (fits.cost < tiny)
+    if not anywhere(at_start):
+        return
+    sizes = fits.f.abs()
+    terms = (fits.J.abs() @ fits.x.abs().unsqueeze(-1)).squeeze(-1)  # whose rounding residuals of an exact x0 are
+    left = sizes[torch.as_tensor(at_start, device=sizes.device).view(-1) & (sizes > eps**0.5 * terms).any(-1)]
+    if left.numel():
+        _logger.log_once(
+            logging.WARNING,
+            "least_squares: residuals of at most %.0e have squares that are zero in %s, so that a fit ends at x0: "
+            "multiply them by a number that makes them about 1",
+            float(left.max()),
+            str(left.dtype).removeprefix("torch."),
+        )
 
 
 def _say_accuracy(result: FitResult, eps: float) -> None:

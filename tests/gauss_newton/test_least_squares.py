@@ -1,7 +1,9 @@
 """``LeastSquares`` against J by torch.func: steps in every structure, the solution, its rank and covariance."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +159,19 @@ def test_the_scale_of_the_mean_does_not_change_the_covariance() -> None:
         residuals = ng.Residuals(lambda net, x: net(x) - t, x, reduction=reduction)
         out.append(ng.LeastSquares(residuals, line).solve().covariance)
     assert torch.allclose(out[0], out[1], rtol=1e-7)
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["dict", "module"])
+def test_a_class_without_points_may_be_one_number(as_module: bool) -> None:
+    """The mean of a network, say. Here: a = 1, 2, 3 and Σ a = 0, by the normal equations."""
+    a, data = torch.zeros(3, 1).double(), torch.tensor([[1.0], [2.0], [3.0]]).double()
+    model = nn.Linear(1, 3, bias=False).double() if as_module else {"weight": a}
+    weight: Callable[[Any], Tensor] = (lambda m: m.weight) if as_module else (lambda m: m["weight"])
+    total = ng.Residuals(lambda m: weight(m).sum())
+    result = ng.LeastSquares([ng.Residuals(lambda m: weight(m) - data, reduction="sum"), total], model).solve()
+    normal = torch.eye(3).double() + torch.ones(3, 3).double()
+    torch.testing.assert_close(result.params["weight"], torch.linalg.solve(normal, data), rtol=1e-8, atol=1e-8)
+    assert result.shape == (4, 3)
 
 
 def test_points_may_be_drawn_anew_for_every_step() -> None:

@@ -72,6 +72,34 @@ def test_a_far_start_does_not_stop_a_fit_early(name: str) -> None:
     assert any(2 * float(fit.cost) == pytest.approx(s, rel=1e-4, abs=1e-14) for s in problem.minima), float(fit.cost)
 
 
+@pytest.mark.parametrize("bounds", [None, (-9.0, 9.0)], ids=["free", "in a box"])
+def test_large_residuals_for_which_whole_steps_swing_and_grow_are_fitted_to_all_digits(bounds: Any) -> None:
+    """The curvature that Gauss–Newton leaves out is up to twice that which it has: x must be within 1e-7 errors."""
+    for seed in range(25):
+        draw = np.random.default_rng(seed).standard_normal
+        A, B, y = draw((12, 4)), draw((12, 4)), draw(12)
+        data = tuple(map(torch.tensor, (A, B, y)))
+        fit = ng.least_squares(lambda x, A, B, y: A @ x + 0.5 * torch.sin(B @ x) - y, [0.0] * 4, data, bounds=bounds)
+        angle = B @ fit.x.numpy()
+        f, J = A @ fit.x.numpy() + 0.5 * np.sin(angle) - y, A + 0.5 * np.cos(angle)[:, None] * B
+        newton = np.linalg.solve(J.T @ J - 0.5 * (B.T * (f * np.sin(angle))) @ B, J.T @ f)  # with the whole Hessian
+        assert float(np.abs(newton / fit.standard_errors.numpy()).max()) < 1e-7, seed
+
+
+def test_a_saddle_point_to_which_equal_terms_lead_is_named() -> None:
+    y = 3 * torch.exp(-0.5 * TIMES) + torch.exp(-3 * TIMES)
+
+    def two(x: Tensor) -> Tensor:
+        return x[0] * torch.exp(-x[1] * TIMES) + x[2] * torch.exp(-x[3] * TIMES) - y
+
+    equal, apart = ng.least_squares(two, ones(4)), ng.least_squares(two, [1.0, 1.0, 1.0, 2.0])
+    assert equal.x[:2].tolist() == pytest.approx(equal.x[2:].tolist())
+    assert "rank 2 of 4" in equal.message
+    assert "saddle point, to which equal starts" in equal.message
+    assert apart.x.tolist() == pytest.approx([3, 0.5, 1, 3])
+    assert "saddle" not in apart.message
+
+
 def test_residuals_that_depend_on_nothing_have_nothing_to_fit() -> None:
     fit = ng.least_squares(lambda x: 0 * x[0] + DATA, ones(2))
     assert (fit.nfev, fit.status, fit.rank) == (1, 1, 0)
@@ -416,6 +444,20 @@ def test_single_precision_is_said_once_with_what_is_reached(caplog: pytest.LogCa
     )
 
 
+def test_residuals_whose_squares_are_zero_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Every x is then a minimum, and x0 is returned."""
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        ng.least_squares(decay, torch.tensor([3.0, 0.7]).double(), (TIMES, 3 * torch.exp(-0.7 * TIMES)))  # exact
+        ng.least_squares(lambda x: 1e-200 * (x - 3), 3 * ones(2))
+        assert not caplog.records
+        fit = ng.least_squares(lambda x: 1e-200 * decay(x, TIMES, DATA), ones(2))
+    assert fit.nfev == 1
+    assert [r.getMessage() for r in caplog.records] == [
+        "least_squares: residuals of at most 2e-200 have squares that are zero in float64, so that a fit ends at x0: "
+        "multiply them by a number that makes them about 1"
+    ]
+
+
 def test_numbers_are_unknowns_in_double_precision() -> None:
     fit = ng.least_squares(decay, [1, 1], (TIMES, DATA))
     assert fit.x.dtype == torch.float64
@@ -525,6 +567,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: ng.least_squares(lambda p: p["a"], {"a": ones(2)}, bounds=({"b": 0}, 3)),
     ),
     "complex": (TypeError, "complex: fit its real", lambda: ng.least_squares(decay, torch.ones(2, dtype=torch.cfloat))),
+    "complex residuals": (TypeError, "torch.view_as_real", lambda: ng.least_squares(lambda x: 1j * x, ones(2))),
     "half": (TypeError, "needs float64", lambda: ng.least_squares(decay, torch.ones(2).half())),
     "empty": (ValueError, "x0 is empty", lambda: ng.least_squares(decay, ones(0))),
     "NaN in x0": (NonFiniteError, "x0 holds NaN", lambda: ng.least_squares(decay, ones(2) * math.nan)),
