@@ -189,8 +189,8 @@ def _check_apart(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, value
 
     As many others, halfway to the last one: the model may hold numbers that belong to the points.
     """
-    known = model if isinstance(model, nn.Module) else getattr(model, "__code__", model)
-    if known in _checked or x.ndim < 2 or len(x) < 2:
+    identity = model if isinstance(model, nn.Module) else getattr(model, "__code__", model)
+    if identity in _checked or x.ndim < 2 or len(x) < 2:
         return
     others = torch.cat([(x[:-1] + x[-1:]) / 2, x[-1:]]).detach()
     isolated = untouched(model) if isinstance(model, nn.Module) else nullcontext()
@@ -206,7 +206,7 @@ def _check_apart(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, value
             "others move, so it depends on them. Derivatives by the points need a model that treats every point by "
             "itself"
         )
-    _checked.add(known)
+    _checked.add(identity)
 
 
 def _check_points(x: Any) -> None:
