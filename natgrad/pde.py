@@ -14,7 +14,7 @@ that of Dangel et al. (2024).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, final
 from weakref import WeakSet
@@ -206,7 +206,8 @@ def _check_apart(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, value
             "others move, so it depends on them. Derivatives by the points need a model that treats every point by "
             "itself"
         )
-    _checked.add(identity)
+    with suppress(TypeError):  # an object that has no weak references is checked every time
+        _checked.add(identity)
 
 
 def _check_points(x: Any) -> None:
