@@ -224,7 +224,7 @@ class Layered(Structure):
             names = [name for block in uncovered for name in block.names]
             why = "; ".join(dict.fromkeys(reason for name, reason in reasons.items() if name in names))
             raise UncoveredError(
-                f"no layer rule covers {', '.join(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
+                f"no layer rule covers {listed(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
                 f"with a rule for their module, or let them fall back to {self.fallback!r} with strict=False"
             )
 
