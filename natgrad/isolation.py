@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
             vars(m).update(attributes)
 
 
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
+
 _draws: ContextVar[Tensor | None] = ContextVar("natgrad draws the same numbers in every pass", default=None)
 
 
@@ -81,24 +83,30 @@ def same_draws(state: Tensor) -> Iterator[None]:
         _draws.reset(token)
 
 
-@contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Refuse a forward pass that draws random numbers, except ``same_draws``, and restore the random stream.
+def deterministic(run: Callable[[], Outputs], model: Any, device: torch.device) -> Outputs:
+    """What a forward pass ``run`` of a model returns; refuse one that random numbers change, except ``same_draws``.
 
-    This also catches ``F.dropout(x, training=True)``, which has no module.
+    This also catches ``F.dropout(x, training=True)``, which has no module. In evaluation mode a model may draw numbers
+    that it uses in training only, as models of speech do to skip layers: a second pass tells. The random stream is put
+    back.
     """
     before, state = get_rng_state(device), _draws.get()
     if state is not None:
         set_rng_state(device, state)
         try:
-            yield
+            return run()
         finally:
             set_rng_state(device, before)
-        return
-    yield
+    out = run()
     if not torch.equal(before, get_rng_state(device)):
-        set_rng_state(device, before)
-        refuse_randomness()
+        try:
+            training = not isinstance(model, nn.Module) or any(m.training for m in model.modules())
+            with torch.no_grad():
+                if training or not torch.equal(out[0], run()[0]):
+                    refuse_randomness()
+        finally:
+            set_rng_state(device, before)
+    return out
 
 
 def refuse_randomness() -> NoReturn:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -191,15 +191,18 @@ class Model:
     def evaluated(self, params: Mapping[str, Tensor] | None, x: Inputs) -> tuple[Tensor, Shapes]:
         """y at ``params``, and the shapes of its heads."""
         device = self.example.device
-        with unfused(self.function, device), without_checkpoints(), library_pass(), deterministic(device):
-            if not isinstance(self.function, nn.Module):
-                return self.read(self.function({**self.params, **(params or {})}, x), x)
-            args, kwargs = arguments(x)
-            with untouched(self.function), eager(self.function):
-                if params is None:
-                    return self.read(self.function(*args, **kwargs), x)
-                moved = placed(self.function, params)
-                return self.read(torch.func.functional_call(self.function, moved, args, kwargs, tie_weights=False), x)
+        with unfused(self.function, device), without_checkpoints(), library_pass():
+            return deterministic(partial(self._run, params, x), self.function, device)
+
+    def _run(self, params: Mapping[str, Tensor] | None, x: Inputs) -> tuple[Tensor, Shapes]:
+        if not isinstance(self.function, nn.Module):
+            return self.read(self.function({**self.params, **(params or {})}, x), x)
+        args, kwargs = arguments(x)
+        with untouched(self.function), eager(self.function):
+            if params is None:
+                return self.read(self.function(*args, **kwargs), x)
+            moved = placed(self.function, params)
+            return self.read(torch.func.functional_call(self.function, moved, args, kwargs, tie_weights=False), x)
 
     def read(self, raw: Any, x: Inputs) -> tuple[Tensor, Shapes]:
         """The output tensor y of what the model returned for x, checked, and the shapes [n *out] of its heads."""

@@ -124,6 +124,26 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         ),
         _images,
     ),
+    "DINOv2": (  # with a mask token that is not used
+        lambda: tr.Dinov2ForImageClassification(
+            tr.Dinov2Config(**{**TINY, "vocab_size": 1}, image_size=8, patch_size=4, num_labels=3)
+        ),
+        _images,
+    ),
+    "Wav2Vec2": (
+        lambda: tr.Wav2Vec2ForCTC(
+            tr.Wav2Vec2Config(
+                **TINY,
+                conv_dim=[4, 4],
+                conv_stride=[3, 2],
+                conv_kernel=[5, 3],
+                num_feat_extract_layers=2,
+                num_conv_pos_embeddings=4,
+                num_conv_pos_embedding_groups=2,
+            )
+        ),
+        lambda: {"input_values": torch.randn(N, 40, dtype=torch.float64)},
+    ),
     "Mixtral": (
         lambda: tr.MixtralForCausalLM(
             tr.MixtralConfig(**TEXT, **HEADS, num_local_experts=3, experts_implementation="eager")
@@ -153,7 +173,7 @@ def build(name: str) -> tuple[Wrapped, dict[str, Tensor]]:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)
-        model = Wrapped(make().double().eval())
+        model = Wrapped(make().double()).eval()
         for p in model.parameters():
             p.data += 0.1 * torch.randn_like(p)
         return model, inputs()

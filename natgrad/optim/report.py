@@ -18,9 +18,11 @@ from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import like
 from natgrad.pullback.layer import Block
+from natgrad.pullback.operation_layers import is_operation
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
 from natgrad.structures.base import Cost, LayerSpectrum
+from natgrad.structures.layered import LATE
 from natgrad.structures.refresh import Refresh
 
 _PENDING = "found at the first pass"
@@ -297,14 +299,15 @@ def _unseen(tracker: MetricTracker) -> frozenset[str]:
 
 def _way_out(tracker: MetricTracker, uncovered: Sequence[str]) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
-    ruled = {name for block in tracker.observer.blocks if block.rule for name in block.names}
-    lost = [name for name in uncovered if name in ruled]
-    if not lost:
-        return "pass rules=[…] with a rule for their module"
-    return (
-        f"{', '.join(lost)} had a rule, but the outputs of one example depend on the others, or more than its module's "
-        "own forward uses it"
-    )
+    ruled = {name: is_operation(block) for block in tracker.observer.blocks if block.rule for name in block.names}
+    late, lost = ([name for name in uncovered if ruled.get(name) is shown] for shown in (True, False))
+    said = [f"{', '.join(late)}: {LATE}"] if late else []
+    if lost:
+        said.append(
+            f"{', '.join(lost)} had a rule, but the outputs of one example depend on the others, or more than its "
+            "module's own forward uses it"
+        )
+    return "; ".join(said) or "pass rules=[…] with a rule for their module"
 
 
 def _steps(count: int) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias, final
 
@@ -322,6 +323,48 @@ def _choice(p: Find, mask: Tensor, x: Tensor, y: Tensor) -> list[Operation]:
     return [chosen(t, where) for t, where in ((x, mask), (y, ~mask)) if p(t)]
 
 
+def _entrywise(run: Callable[..., Tensor]) -> Form:
+    """Any function of every entry by itself: the derivative by each of its operands, as autograd knows it."""
+
+    def form(p: Find, *args: Any, **kwargs: Any) -> list[Operation]:
+        shape = torch.broadcast_shapes(*(t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
+
+        def slope(at: int) -> Tensor:
+            whole = [t.detach().expand(shape) if isinstance(t, Tensor) else t for t in args]
+            whole[at] = whole[at].clone().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(run(*whole, **kwargs).sum(), whole[at])[0]
+
+        data = next(t for t in args if isinstance(t, Tensor) and not p(t))
+        operands = [at for at, t in enumerate(args) if isinstance(t, Tensor) and p(t)]
+        return [_entries(p, lambda t: t.expand(shape), partial(slope, at), args[at], data, "gain") for at in operands]
+
+    return form
+
+
+def _assigned(p: Find, x: Tensor, at: Sequence[Tensor | None], value: Tensor, *_: Any) -> Operation | None:
+    """x[at] = value: a mask token."""
+    if p(x) or any(t is not None and p(t) for t in at):
+        return None
+    index: list[Any] = []
+    for t in at:
+        mask = t is not None and t.dtype in (torch.bool, torch.uint8)
+        index += [slice(None)] if t is None else t.nonzero().unbind(1) if mask else [t.clone()]
+    return _entries(p, lambda g: g[tuple(index)], None, value, x, "value")
+
+
+def _copied(p: Find, x: Tensor, value: Tensor, *_: Any) -> Operation | None:
+    """x[:, 0] = value."""
+    return None if p(x) else _entries(p, lambda g: g.expand(x.shape), None, value, x, "value")
+
+
+def _trilinear(p: Find, x: Tensor, w: Tensor, y: Tensor, *axes: Any) -> Operation | None:
+    """Σ_ij W_oij x_i y_j of nn.Bilinear: a product with the inputs x yᵀ."""
+    if p(x) or p(y) or [list(each) for each in axes[:4]] != [[1, 3], [0], [1, 2], [2, 3]]:
+        return None
+    return Operation("product", _flat, lambda: _flat((x[:, :, None] * y[:, None]).flatten(1)), p(w), ("o", "i", "i"))
+
+
 def _joined(p: Find, tensors: Sequence[Tensor], dim: int = 0) -> list[Operation]:
     """cat: a class token, or learned positions, beside the data."""
     result, start = [], 0
@@ -419,6 +462,7 @@ FORMS: dict[str, Form] = {
     "addmv": lambda p, b, x, y, **k: _product(p, x, y, **k) if not p(b) else None,
     "linear": _linear,
     "_grouped_mm": _grouped,
+    "_trilinear": _trilinear,
     "convolution": _convolution,
     "embedding": _lookup,
     "index": _indexed,
@@ -428,6 +472,9 @@ FORMS: dict[str, Form] = {
     "mul": lambda p, x, y: _binary(p, True, x, y),
     "div": _quotient,
     "where": _choice,
+    "index_put": _assigned,
+    "copy": _copied,
+    **{name: _entrywise(getattr(torch, name)) for name in ("pow", "lerp", "addcmul", "addcdiv", "maximum", "minimum")},
     "_prelu_kernel": lambda p, x, w: _entries(p, _same, lambda: x.clamp(max=0), w, x, "gain") if not p(x) else None,
     "native_layer_norm": lambda p, x, s, w, b, eps: _normalised(p, _same, lambda: F.layer_norm(x, s, eps=eps), w, b, x),
     "_fused_rms_norm": lambda p, x, s, w, eps: _normalised(p, _same, lambda: F.rms_norm(x, s, None, eps), w, None, x),
@@ -497,7 +544,7 @@ class OperationRecorder(OperationMode):
             self._copies[at] = source, (copy, *chain)
 
     def _recognise(self, name: str, operands: dict[int, Operand], args: Any, kwargs: Any) -> list[Operation]:
-        if name == "mul_" and id(args[0]) not in operands:
+        if name in ("mul_", "pow_", "lerp_") and id(args[0]) not in operands:
             args = (args[0].clone(), *args[1:])  # about to be overwritten: autograd keeps a copy, too
         try:
             result = FORMS[name.rstrip("_")](lambda t: operands.get(id(t)), *args, **kwargs)

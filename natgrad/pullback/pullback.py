@@ -681,7 +681,9 @@ class Observer:
         reasons: dict[str, str] = {}
         if bare and tape.operations is not None:
             blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
-        return PassLayers(tape, blocks, status, bare, reasons)
+        # Of the parameters of a module without a rule, operations may have used some and not others.
+        left = {b.names[0]: b for b in blocks if b.rule is None and status.unreached.issuperset(b.names)}
+        return PassLayers(tape, blocks, replace(status, unused={**left, **status.unused}), bare, reasons)
 
     def _log_uncovered(self, reasons: Mapping[str, str]) -> None:
         """Log once which parameters have no rule, and for what ``reasons``, by name."""

@@ -202,7 +202,10 @@ class Layered(Structure):
         pullback = self._arranged(pullback)
         blocks, uncovered = split_layers(pullback, like)
         unused = {name for block in pullback.unused.values() for name in block.names}
-        self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.reasons)
+        late = _late(pullback, uncovered)
+        self._check_strict([block for block in uncovered if block.names[0] not in unused], {**pullback.reasons, **late})
+        if late:
+            pullback.logger.log_once(logging.WARNING, f"{listed(late)}: the metric is {self.fallback!r}; {LATE}")
         self._log_diagonal(blocks, pullback)
         unseen = frozenset(name for block in blocks for name in block.names if name in unused)
         return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
@@ -222,7 +225,7 @@ class Layered(Structure):
             names = [name for block in uncovered for name in block.names]
             why = "; ".join(dict.fromkeys(reason for name, reason in reasons.items() if name in names))
             raise UncoveredError(
-                f"no layer rule covers {', '.join(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
+                f"no layer rule covers {listed(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
                 f"with a rule for their module, or let them fall back to {self.fallback!r} with strict=False"
             )
 
@@ -349,6 +352,19 @@ def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block]
             layer = layer.without_rule()
         (uncovered if layer.rule is None else covered).append(layer)
     return covered, uncovered
+
+
+LATE = (
+    "no pass had used them when the metric was first estimated, and an average keeps its structure. Begin with a pass "
+    "that uses them"
+)
+
+
+def _late(pullback: Pullback, uncovered: Sequence[Block]) -> dict[str, str]:
+    """Why parameters have no rule although operations show one."""
+    names = {name for block in uncovered for name in block.names}
+    shown = (name for layer in pullback.layers if is_operation(layer) for name in layer.names)
+    return {name: LATE for name in shown if name in names}
 
 
 def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:

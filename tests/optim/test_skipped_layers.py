@@ -256,3 +256,55 @@ def test_a_layer_that_is_trainable_again_is_told_of_once(caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == [
         "0.weight, 0.bias was frozen when the optimizer was made, and is trainable now, but not stepped: make a new one"
     ]
+
+
+class Tokens(nn.Module):
+    """Two tokens of one module without a rule. The second is used from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(3, 2)
+        self.both = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n 3]."""
+        h = x * self.first
+        return self.head(torch.where(x > 0, self.second, h) if self.both else h)
+
+
+def _step(model: Tokens, opt: ng.NaturalGradient, x: Tensor) -> None:
+    opt.zero_grad()
+    model(x).square().mean().backward()
+    opt.step()
+
+
+def test_a_parameter_that_no_pass_uses_needs_no_rule_even_beside_one_that_is_used() -> None:
+    """The mask token of a vision transformer, beside its class token."""
+    model, x = Tokens().double(), torch.randn(8, 3, dtype=torch.float64)
+    pb = ng.pullback(model, x, ng.Euclidean())
+    assert list(pb.unused) == ["second"]
+    found = ng.Kronecker(strict=True).estimate(pb).diagonal()
+    J = torch.func.vmap(torch.func.jacrev(lambda θ, x: torch.func.functional_call(model, θ, x)), (None, 0))(
+        dict(model.named_parameters()), x
+    )
+    torch.testing.assert_close(found[:3], J["first"].square().sum(1).mean(0), rtol=1e-10, atol=1e-10)
+    assert not found[3:6].any()
+    opt = ng.KFAC(model, ng.Euclidean(), strict=True, metric_every=1)
+    for _ in range(2):
+        _step(model, opt, x)
+    assert "the outputs do not depend on second" in str(opt.plan())
+
+
+def test_a_parameter_that_a_later_pass_uses_first_says_why_it_has_no_rule(caplog: pytest.LogCaptureFixture) -> None:
+    model, strict, x = Tokens(), Tokens(), torch.randn(8, 3)
+    opt, refusing = (ng.KFAC(m, ng.Euclidean(), strict=m is strict, metric_every=1) for m in (model, strict))
+    _step(model, opt, x)
+    _step(strict, refusing, x)
+    model.both = strict.both = True
+    with caplog.at_level(logging.WARNING, "natgrad"):
+        _step(model, opt, x)
+    assert "second: the metric is Diagonal(); no pass had used them when the metric was first estimated" in caplog.text
+    assert "second: no pass had used them when the metric was first estimated" in str(opt.plan())
+    with pytest.raises(ng.errors.UncoveredError, match=r"covers second.*no pass had used them.*Begin with a pass"):
+        _step(strict, refusing, x)

@@ -217,6 +217,21 @@ def test_chance_outside_every_module_is_noticed_and_the_stream_put_back() -> Non
         ng.pullback(model, inputs(), ng.Euclidean())
 
 
+def test_numbers_that_are_drawn_and_not_used_do_no_harm() -> None:
+    """Models of speech draw whether they skip a layer in evaluation mode too, and do not skip it."""
+    skipping = Written(lambda m, x: m.o(m.l(x) * (0.0 if torch.rand([]) < 0.5 and m.training else 1.0)))
+    plain, x = Written(lambda m, x: m.o(m.l(x))), inputs()
+    plain.load_state_dict(skipping.state_dict())
+    with torch.random.fork_rng(), ng.evaluating(skipping), ng.evaluating(plain):
+        before = torch.get_rng_state()
+        found, expected = (ng.Dense().estimate(ng.pullback(m, x, ng.Euclidean())).dense() for m in (skipping, plain))
+        assert torch.equal(before, torch.get_rng_state())
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    noisy = Written(lambda m, x: m.o(m.l(x) + torch.rand([]))).eval()
+    with torch.random.fork_rng(), pytest.raises(BatchStatisticsError, match="draws random numbers"):
+        ng.pullback(noisy, x, ng.Euclidean())
+
+
 def test_chance_in_a_training_pass_is_noticed_and_refresh_lets_it_train() -> None:
     model, x = Written(lambda m, x: m.o(F.dropout(m.norm(m.l(x)) * m.scale, 0.5, m.training))), inputs()
     opt = ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=1e-1)

@@ -323,3 +323,21 @@ def test_singular_metrics_are_refused_by_the_name_of_the_layer(kind: Any) -> Non
         operator.inverse(0.0)
     with pytest.raises(SingularMetricError, match=r"the block 2.weight \+ 2.bias of the metric is singular"):
         operator.logdet()
+
+
+def test_many_parameters_without_a_rule_are_a_short_error() -> None:
+    """Contrastive logits mix all examples: no parameter below has a rule, and a page of names helps nobody."""
+    body = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+
+    class Contrastive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.body(x)
+            return z @ z.T
+
+    match = r"covers body\.0\.weight, body\.0\.bias, body\.1\.weight and 7 more, and strict=True: behind them"
+    with pytest.raises(UncoveredError, match=match):
+        ng.Kronecker(strict=True).estimate(ng.pullback(Contrastive(), torch.randn(4, 3), ng.Euclidean()))
