@@ -40,7 +40,7 @@ class Sketch:
         """√(mean over the matrices of ‖M − M'‖²/‖M'‖²) [], from the values of M'; infinite if a zero has moved."""
         moved = torch.stack(norms((self.values - then).split(self.sizes)))
         ratio = moved / torch.stack(norms(then.split(self.sizes)))
-        return torch.where(moved == 0, 0.0, ratio).square().mean().sqrt()
+        return torch.where(moved == 0, 0.0, ratio).square().mean().sqrt().to(then.dtype)
 
 
 @cache  # for ever: captured kernels read them
