@@ -347,6 +347,31 @@ def test_factors_of_changing_sizes_are_those_of_each_batch_on_the_cpu(
     assert name == "tied" or _padded_replays(cache) > 20
 
 
+@pytest.mark.parametrize("name", ["mlp", "sequences", "convolutions", "channels last", "attention"])
+def test_factors_of_tensors_that_wander_are_those_of_each_batch_on_the_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes stay, and every batch lies elsewhere: a few graphs read copies."""
+    monkeypatch.setattr(replay, "_COPY_BYTES", 0)  # else small tensors are copied at once
+    build, batch = CASES[name]
+    model, found = seeded(lambda: made(build, batch(20))), []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        there, alive = copy.deepcopy(model).to(device, dtype), list[Tensor]()
+        opt = ng.KFAC(there, ng.Euclidean(), lr=0.0, metric_every=1, inverse_every=100)
+        x = batch(20).to(device) if batch(20).dtype == torch.long else batch(20).to(device, dtype)
+        for step in range(60):
+            alive += [torch.empty(512 * (1 + step % 7), device=device)]  # moves what is allocated next
+            opt.zero_grad()
+            there(x.roll(step, 0)).square().sum().backward()
+            opt.step()
+        found.append({key: t.cpu().double() for key, t in whole(opt)["natgrad"]["operator"].items()})
+        stats = opt.tracker.observer.cache.graphs.stats.values()
+        assert device == "cpu" or all(each.captures <= 4 for each in stats)
+        assert device == "cpu" or sum(each.replays for each in stats) > 60
+    for key, t in found[0].items():
+        close(found[1][key], t, 1e-4)
+
+
 @pytest.mark.parametrize("name", ["mlp", "convolutions"])
 def test_an_optimizer_with_batches_of_changing_size_has_the_factors_of_the_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -174,6 +174,36 @@ def test_factors_of_changing_sizes_are_those_of_each_batch(
         assert padded
 
 
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Kronecker("reduce")])
+@pytest.mark.parametrize("name", CASES)
+def test_factors_of_tensors_that_wander_are_those_of_each_batch(
+    name: str, structure: ng.Kronecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where two networks take turns: the sizes stay, and every batch lies elsewhere. Graphs read copies."""
+    monkeypatch.setattr(replay, "_COPY_BYTES", 0)  # else small tensors are copied at once
+    monkeypatch.setattr(replay, "_STRAYS", 2)
+    build, batch = CASES[name]
+    model, graphs = seeded(lambda: made(build, batch(20))), EagerGraphs()
+    cache, alive = GraphCache[None](capture=graphs), list[ng.Pullback]()  # so that no other has its addresses
+
+    def pull(seed: int) -> ng.Pullback:
+        x = batch(20)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        alive.append(ng.pullback(model, x[order], Rooted(normal(1, *model(x).shape, seed=seed))))
+        return alive[-1]
+
+    first = structure.estimate(pull(0))
+    expected, found = first, first.lerp(first, 0.5)
+    for seed in range(1, 13):
+        pulled = pull(seed)
+        expected = expected.lerp(structure.estimate(pulled), WEIGHT)
+        found = structure.absorb(replace(pulled, graph_cache=cache), found, WEIGHT)
+        for key, t in expected.tensors().items():
+            close(found.tensors()[key], t)
+    assert graphs.log.count("capture") <= 2 * len(cache.stats)
+    assert all(stats.replays >= 6 for stats in cache.stats.values())
+
+
 def test_layers_that_no_zero_rows_can_be_appended_to_say_so() -> None:
     """A normalisation without ε would divide zero by zero; batch statistics and indices have no zero."""
 
