@@ -445,6 +445,18 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             m.training = mode
 
 
+def check_types(**arguments: tuple[Any, Any, str]) -> None:
+    """Refuse arguments of another type: by name, the value, the type and what it is in words.
+
+    >>> check_types(strict=("yes", bool, "True or False"))
+    Traceback (most recent call last):
+    TypeError: strict must be True or False, got 'yes'
+    """
+    for name, (value, kind, words) in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {words}, got {value!r}")
+
+
 def check_slots(**slots: tuple[Any, type]) -> None:
     """Refuse what does not belong into a slot: a class instead of an instance, a name, two slots swapped.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal, final
 
 import torch
@@ -17,7 +18,7 @@ from natgrad.errors import IncompatibleError, LossMismatchError
 from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative
-from natgrad.model import Inputs, Model, check_slots, unwrapped
+from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, check_fallback, without_metric
 from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
 from natgrad.optim.distributed import refuse_sharded, world_of
@@ -138,6 +139,13 @@ class NaturalGradient(torch.optim.Optimizer):
                 f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}: give the model itself, "
                 "and parameter groups as groups=[…]"
             )
+        check_types(
+            groups=(groups, Iterable, 'a list of dicts, [{"params": layer.parameters(), "lr": 0.1}]'),
+            output=(output, (Callable, type(None)), "a function of what the model returns"),
+            generator=(generator, (torch.Generator, type(None)), "a torch.Generator"),
+            memory=(memory, Real, "a number of bytes"),
+            strict=(strict, bool, "True or False"),
+        )
         refuse_sharded(model)
         load_compiler()
         metric = metric_of(metric)

@@ -13,6 +13,7 @@ from natgrad.accelerate.inverses import Newton
 from natgrad.errors import IncompatibleError
 from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.linalg import Damping, Relative, is_number
+from natgrad.model import check_types
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
 from natgrad.output.batch_gradient import BatchGradient
@@ -336,6 +337,7 @@ def Natural(
         raise ValueError(f'Natural(factors=…) is "diagonal" or "whole", not {factors!r}')
     if factors == "diagonal" and largest != LARGEST:
         raise ValueError(f'Natural(largest={largest}) bounds whole factors, and these are diagonals: factors="whole"')
+    check_types(polar=(polar, bool, "True or False"))
     rows = largest if factors == "whole" else 1  # rows of a factor that is more than a diagonal
     if inverse_every is None:
         inverse_every = 25 if factors == "whole" else 1

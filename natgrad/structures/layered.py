@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from numbers import Integral
 from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
 
 import torch
@@ -51,7 +52,7 @@ from natgrad.linalg import (
     refuse_singular,
 )
 from natgrad.log import listed
-from natgrad.model import Model, check_slots
+from natgrad.model import Model, check_slots, check_types
 from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import is_operation
@@ -103,6 +104,9 @@ class Layered(Structure):
         if self.sharing not in ("expand", "reduce"):
             raise ValueError(f'{name}(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
         check_slots(fallback=(self.fallback, Structure))
+        check_types(
+            largest=(self.largest, Integral, "a whole number of rows"), strict=(self.strict, bool, "True or False")
+        )
         if isinstance(self.fallback, Refresh):
             inner = self.fallback.structure
             raise ValueError(f"{name}(fallback={self.fallback!r}) has the schedule of the layers: give it {inner!r}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError
 from natgrad.linalg import is_number
-from natgrad.model import Model, check_slots
+from natgrad.model import Model, check_slots, check_types
 from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
@@ -68,8 +68,9 @@ class Refresh(Structure):
             raise ValueError(f"Refresh({self.structure!r}) has two schedules: give it {self.structure.structure!r}")
         if isinstance(self.inverse, str) and not self.fresh:
             raise ValueError(f'Refresh(inverse=…) is a number of steps or "fresh", not {self.inverse!r}')
+        check_types(early=(self.early, bool, "True or False"))
         for which, got in (("every", self.every), ("inverse", self._period), ("basis", self.basis)):
-            if got is not None and not is_number(got, whole=True):
+            if (got is not None or which == "every") and not is_number(got, whole=True):
                 raise TypeError(f"Refresh({which}=…) must be a whole number of steps, got {got!r}")
             if got is not None and got < 1:
                 raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")

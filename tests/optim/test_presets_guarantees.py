@@ -359,6 +359,15 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         TypeError,
         "not generator: give the model itself, and parameter",
     ),
+    "never": (lambda m: ng.Natural(m, metric_every=None), TypeError, "number of steps, got None"),  # type: ignore[arg-type]
+    "early": (lambda m: ng.SOAP(m, early="yes"), TypeError, "early must be True or False, got 'yes'"),  # type: ignore[arg-type]
+    "polar_number": (lambda m: ng.Natural(m, polar=3), TypeError, "polar must be True or False, got 3"),  # type: ignore[arg-type]
+    "rows": (lambda m: ng.Shampoo(m, largest=1.5), TypeError, "largest must be a whole number"),  # type: ignore[arg-type]
+    "groups": (lambda m: ng.Muon(m, groups=3), TypeError, "groups must be a list of dicts"),  # type: ignore[arg-type]
+    "strict": (lambda m: ng.KFAC(m, ng.Euclidean(), strict="x"), TypeError, "strict must be True"),  # type: ignore[arg-type]
+    "memory": (lambda m: ng.KFAC(m, ng.Euclidean(), memory="a"), TypeError, "a number of bytes"),  # type: ignore[arg-type]
+    "generator": (lambda m: ng.KFAC(m, ng.Euclidean(), generator=3), TypeError, "torch.Generator"),  # type: ignore[arg-type]
+    "output": (lambda m: ng.KFAC(m, ng.Euclidean(), output=3), TypeError, "function of what the"),  # type: ignore[arg-type]
     "group": (lambda m: ng.Natural(m, groups=[{"lr": 0.1}]), TypeError, r"one of them is \{'lr': 0.1\}"),
     "group_dict": (lambda m: ng.Muon(m, groups={"params": []}), TypeError, "one of them is 'params'"),  # type: ignore[dict-item]
     "group_names": (
