@@ -57,10 +57,6 @@ NO_COTANGENT = (
     "step: the loss must be computed from what model(x) returns, called outside torch.no_grad(). Where the forward "
     "pass is opaque call opt.refresh(x, target)"
 )
-_MORE_PASSES = (
-    "for the first time there are several backward passes between two steps: in this step Empirical() takes each for "
-    "the whole batch, and in the next ones for a part of it"
-)
 _ALL_TERMS = (
     "the cotangent of the loss cannot be seen at the outputs (a compiled model, an output= that makes a new tensor, "
     "opt.refresh(x) without targets): all terms count, also ignored labels. If there are such, call "
@@ -405,18 +401,13 @@ class MetricTracker:
             return
         observer = self.observer
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
-        arrived = [(n, estimate) for n, estimate in self._in_backward if estimate.arrived]
-        total = sum(n for n, _ in arrived)
-        if self.absorbed and len(arrived) > 1:
-            observer.cache.logger.log_once(logging.WARNING, _MORE_PASSES)
-        for n, estimate in arrived:
+        for n, estimate in self._in_backward:
+            if not estimate.arrived:
+                continue
             with full_precision(self.model.example.device):
-                G = estimate.finish(sample, n / total if n else 1.0)
-            if estimate.in_place:
+                G = estimate.finish(sample)
+            if self.absorbed:
                 self.average = G
-            elif self.absorbed and self.average is not None:
-                self.average = self.average.lerp(G, replace(self.weight).next(n))
-                self.weight.next(n)
             else:
                 self._hold_estimate(G, n)
             self._examples += n
@@ -434,10 +425,7 @@ class MetricTracker:
             tracker.absorbed = True
             return weight
 
-        # A pass with fewer examples than the last step is one of several: its share is known when all have come.
-        whole = n >= self.weight.step_size and not any(estimate.arrived for _, estimate in self._in_backward)
-        in_place = self._absorbs() and (self.absorbed or whole)
-        estimate = self.structure.in_backward(pb, self.average, in_place=in_place, weigh=weigh)
+        estimate = self.structure.in_backward(pb, self.average, in_place=self._absorbs(), weigh=weigh)
         self._in_backward.append((pb.n, estimate))
         pb.tapes.clear()
 

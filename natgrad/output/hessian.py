@@ -167,10 +167,9 @@ class Empirical(LossMetric):
     they arrive: an optimizer with ``Kronecker`` then needs no targets and no backward pass of its own. ``reduction``
     says what that loss is over the batch: cotangents of a "mean" (the default of torch's losses) are multiplied by the
     number N of examples, those of a "sum" are taken as they are; so G is the same for both, and that of
-    ``Empirical(loss)``. Several backward passes between two steps (gradient accumulation) are parts of that mean:
-    divide their losses by their number, as usual. Terms of an example (tokens) are what the loss makes of them.
-    Cotangents come through the batch statistics of a normalisation, and with a ``GradScaler`` they have its scale.
-    Parameters that no layer rule covers have the second moment of their gradient, as with ``BatchGradient``.
+    ``Empirical(loss)``. Terms of an example (tokens) are what the loss makes of them. Cotangents come through the batch
+    statistics of a normalisation, and with a ``GradScaler`` they have its scale. Parameters that no layer rule covers
+    have the second moment of their gradient, as with ``BatchGradient``.
 
     >>> metric = Empirical(torch.nn.functional.cross_entropy)
     >>> metric.root(torch.zeros(1, 2), torch.tensor([0]))

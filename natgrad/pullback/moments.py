@@ -391,12 +391,8 @@ class LayerFactors:
             return frozenset(range(len(self.blocks)))
         stacked = [b for b in self.several if (rule := self.blocks[b].rule) is not None and rule.stacked]
         tied = [b for b, block in enumerate(self.blocks) if block.facets]
-        fitted = [] if self.nearest is None else [b for b in range(len(self.blocks)) if self.fits(b)]
+        fitted = [] if self.nearest is None else [b for b, block in enumerate(self.blocks) if self.nearest.fits(block)]
         return frozenset([*stacked, *tied, *fitted])
-
-    def fits(self, b: int) -> bool:
-        """Whether a layer has the factors that are nearest in KL divergence: its A is made of cotangents, too."""
-        return self.nearest is not None and self.nearest.fits(self.blocks[b])
 
     @cached_property
     def after(self) -> frozenset[int]:

@@ -249,18 +249,9 @@ class BackwardEstimate(ABC):
     def arrived(self) -> bool:
         """Whether a backward pass has begun."""
 
-    @property
     @abstractmethod
-    def in_place(self) -> bool:
-        """Whether it went into the average where cotangents arrived."""
-
-    @abstractmethod
-    def finish(self, sample: GradientSample, share: float = 1.0) -> Operator:
-        """The estimate or, in place, the new average; ``sample`` is for parameters that no layer rule covers.
-
-        ``share``: of the examples of the step that this pass has. Where the loss is a mean over all of them, the
-        cotangents of this pass are so many times those of a mean over its own.
-        """
+    def finish(self, sample: GradientSample) -> Operator:
+        """The estimate or, in place, the new average; ``sample`` is for parameters that no layer rule covers."""
 
     @abstractmethod
     def remove(self) -> None:

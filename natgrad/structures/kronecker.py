@@ -355,10 +355,6 @@ class KroneckerInBackward(BackwardEstimate):
     def arrived(self) -> bool:
         return self._hooks.arrived
 
-    @property
-    def in_place(self) -> bool:
-        return self._average is not None and self._weigh is not None
-
     def remove(self) -> None:
         self._hooks.remove()
         self._turns.discard(self._turn)
@@ -379,7 +375,7 @@ class KroneckerInBackward(BackwardEstimate):
 
     def _begun(self) -> FactorSink:
         """Where the factors go."""
-        if self._average is None or self._weigh is None:  # not in place
+        if self._average is None or self._weigh is None:
             return FactorList()
         self._average.same_layers(self._split.blocks)
         self._weight = self._weigh()
@@ -387,7 +383,7 @@ class KroneckerInBackward(BackwardEstimate):
         return FactorAverage(self._average, [numbers[block.names] for block in self._split.used], self._weight)
 
     @torch.no_grad()
-    def finish(self, sample: GradientSample, share: float = 1.0) -> KroneckerOperator:
+    def finish(self, sample: GradientSample) -> KroneckerOperator:
         self._hooks.finish()
         if self._sink is not None:
             self._kernels(self._sink).inputs_after()
@@ -403,9 +399,6 @@ class KroneckerInBackward(BackwardEstimate):
             return self._average.absorbed(fallback, self._weight, unseen)
         assert isinstance(sink, FactorList)
         dtype, factors = self._layout.dtype, sink.factors
-        if self._layers.of_mean and share != 1:
-            of_cotangents = [key for key in factors if key[1] == "S" or self._layers.fits(key[0])]
-            factors |= {key: factors[key] / share**2 for key in of_cotangents}
         pairs = [
             (factors[b, "S"], factors[b, "A"]) if (b, "S") in factors else self._structure.zeros(block, dtype)
             for b, block in enumerate(used)
