@@ -167,9 +167,11 @@ class Empirical(LossMetric):
     they arrive: an optimizer with ``Kronecker`` then needs no targets and no backward pass of its own. ``reduction``
     says what that loss is over the batch: cotangents of a "mean" (the default of torch's losses) are multiplied by the
     number N of examples, those of a "sum" are taken as they are; so G is the same for both, and that of
-    ``Empirical(loss)``. Terms of an example (tokens) are what the loss makes of them. Cotangents come through the batch
-    statistics of a normalisation, and with a ``GradScaler`` they have its scale. Parameters that no layer rule covers
-    have the second moment of their gradient, as with ``BatchGradient``.
+    ``Empirical(loss)``. In gradient accumulation every backward pass is taken for the mean over its own examples: a
+    loss that is divided by k makes G k² times smaller, as any factor c of the loss makes it c² times as large. Terms of
+    an example (tokens) are what the loss makes of them. Cotangents come through the batch statistics of a
+    normalisation, and with a ``GradScaler`` they have its scale. Parameters that no layer rule covers have the second
+    moment of their gradient, as with ``BatchGradient``.
 
     >>> metric = Empirical(torch.nn.functional.cross_entropy)
     >>> metric.root(torch.zeros(1, 2), torch.tensor([0]))

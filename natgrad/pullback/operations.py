@@ -544,7 +544,10 @@ class OperationRecorder(OperationMode):
             self._copies[at] = source, (copy, *chain)
 
     def _recognise(self, name: str, operands: dict[int, Operand], args: Any, kwargs: Any) -> list[Operation]:
-        if name in ("mul_", "pow_", "lerp_") and id(args[0]) not in operands:
+        overwritten = name in ("pow_", "lerp_", "addcmul_", "addcdiv_")
+        if overwritten and id(args[0]) in operands:
+            return []  # its derivative would be taken where it no longer is
+        if (overwritten or name == "mul_") and id(args[0]) not in operands:
             args = (args[0].clone(), *args[1:])  # about to be overwritten: autograd keeps a copy, too
         try:
             result = FORMS[name.rstrip("_")](lambda t: operands.get(id(t)), *args, **kwargs)

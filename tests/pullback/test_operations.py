@@ -423,6 +423,27 @@ def test_a_pure_function_has_the_layers_of_its_operations() -> None:
     ng.Kronecker(strict=True).estimate(pb)
 
 
+IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "pow_ of a parameter": lambda w, x: w.exp().expand(len(x), 4).clone().pow_(x),
+    "pow_ by a parameter": lambda w, x: x.exp().pow_(w),
+    "lerp_ of a parameter": lambda w, x: w.expand(len(x), 4).clone().lerp_(x, w.sigmoid()),
+    "addcmul_": lambda w, x: x.clone().addcmul_(x, w.expand(len(x), 4)),
+    "addcdiv_": lambda w, x: x.clone().addcdiv_(x, w.exp().expand(len(x), 4)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_operations_in_place_have_the_metric_of_those_that_are_not(name: str) -> None:
+    torch.manual_seed(0)
+    w, x = torch.randn(4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    J = torch.func.jacrev(lambda w: IN_PLACE[name](w, x))(w)  # [n 4 p]
+    model = Of(IN_PLACE[name], (4,)).double()
+    with torch.no_grad():
+        next(model.parameters()).copy_(w)
+    G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean()))
+    torch.testing.assert_close(G.dense(), torch.einsum("nop,noq->pq", J, J) / len(x))
+
+
 def test_what_no_form_knows_is_missed_by_name() -> None:
     model = Of(lambda w, v, x: opaque(x, w) * v.cumsum(0).sort().values, (3, 4), (3,))
     with OperationRecorder([X]) as recorder:
