@@ -20,7 +20,7 @@ from tests.cuda.waiting import no_waiting
 from tests.optim.states import whole
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
-from tests.structures.test_changing_sizes import CASES, made
+from tests.structures.test_changing_sizes import CASES, made, varied
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm(4), (6, 4)),
@@ -362,7 +362,7 @@ def test_factors_of_tensors_that_wander_are_those_of_each_batch_on_the_cpu(
         for step in range(60):
             alive += [torch.empty(512 * (1 + step % 7), device=device)]  # moves what is allocated next
             opt.zero_grad()
-            there(x.roll(step, 0)).square().sum().backward()
+            there(varied(x, step)).square().sum().backward()
             opt.step()
         found.append({key: t.cpu().double() for key, t in whole(opt)["natgrad"]["operator"].items()})
         stats = opt.tracker.observer.cache.graphs.stats.values()
