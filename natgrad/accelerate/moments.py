@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import can_read
+from natgrad.accelerate.row_kernels import keep_rows, round_rows
 
 # Precision: in which type numbers are multiplied, and in which they are summed.
 #
@@ -168,41 +169,38 @@ def second_moment(x: Tensor, ones: bool | Tensor = False) -> Tensor:
     return put_border(out, torch.einsum("n,...nri->i", u, wide), x.shape[-2] * u.square().sum())
 
 
-def counted_moment(x: Tensor, ones: bool, counted: Tensor, count: Tensor) -> Tensor:
-    """``second_moment`` of x [n r i] over the ``count`` rows with ``counted`` [n r]; the others may hold anything.
+def counted_moment(x: Tensor, ones: bool, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """``second_moment`` of x [n r i] over the rows with ``counted`` [n r], and their number [1].
 
-    >>> counted_moment(torch.tensor([[[2.0], [torch.nan]]]), True, torch.tensor([[True, False]]), torch.tensor([1]))
-    tensor([[4., 2.],
-            [2., 1.]])
+    The other rows may hold anything.
+
+    >>> counted_moment(torch.tensor([[[2.0], [torch.nan]]]), True, torch.tensor([[True, False]]))
+    (tensor([[4., 2.],
+            [2., 1.]]), tensor([1]))
     """
     if x.device.type == "cuda" and x.shape[2]:
-        return counted_product(x, ones, counted, count)
-    return _with_corner(second_moment(x.where(counted.unsqueeze(-1), 0), ones), ones, count)
-
-
-def counted_product(x: Tensor, ones: bool, counted: Tensor, count: Tensor) -> Tensor:
-    """The same for a GPU: rows are masked, rounded and put beside their ones in one pass."""
-    n, r, i = x.shape
-    copied = ones and x.numel() <= _COPIED
-    width = aligned_size(i + 1) if copied else i
-    copy = x.new_empty(n * r, width, dtype=multiplied(x, x.numel() * i))
-    if width > i:
-        copy[:, i:].fill_(1.0)
-    # x where counted > ½, else 0.
-    into = copy.view(n, r, width)[..., :i]
-    torch.ops.aten.threshold_backward.grad_input(x, counted.unsqueeze(-1), 0.5, grad_input=into)
-    if not ones:
-        return _symmetric_on_gpu(copy)
-    if copied:
-        return _with_corner(_product_with_ones(copy, i), ones, count)
-    return _bordered_product(copy, count.view(()))
-
-
-def _with_corner(total: Tensor, ones: bool, count: Tensor) -> Tensor:
-    """Σ x̄ x̄ᵀ with the number of rows that count in its corner."""
+        return counted_product(x, ones, counted)
+    total, count = second_moment(x.where(counted.unsqueeze(-1), 0), ones), counted.sum().view(1)
     if ones:
         total[-1, -1:] = count
-    return total
+    return total, count
+
+
+def counted_product(x: Tensor, ones: bool, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a GPU: rows are masked, rounded and put beside their ones in one pass.
+
+    The ones of rows that do not count are zero, so that the product of this column with itself is the count.
+    """
+    i = x.shape[2]
+    with_ones = ones and x.numel() <= _COPIED
+    order = sorted((0, 1), key=x.stride, reverse=True)  # that of the memory
+    flat, kept = x.permute(*order, 2).reshape(-1, i), counted.permute(order).reshape(-1)
+    copy = keep_rows(flat, kept, multiplied(x, x.numel() * i), aligned_size(i + 1) if with_ones else i)
+    if with_ones:
+        total = _product_with_ones(copy, i)
+        return total, total[-1, -1:]
+    count = counted.sum().view(1)
+    return (_bordered_product(copy, count.view(())) if ones else _symmetric_on_gpu(copy)), count
 
 
 def accumulate_second_moment(out: Tensor, x: Tensor, ones: bool, *, keep: float, weight: float) -> None:
@@ -397,6 +395,15 @@ def aligned_square(x: Tensor, size: int) -> Tensor:
     return x.new_empty(size, aligned_size(size), dtype=summed(x.dtype))[:, :size]
 
 
+def divided(total: Tensor, count: Tensor) -> Tensor:
+    """total/count, with rows that are as far apart in memory as those of the total."""
+    *_, d, width = total.shape
+    if total.ndim != 3 or total.stride(2) != 1 or total.stride(1) <= width:
+        return total / count
+    out = total.new_empty(len(total), d, total.stride(1))[..., :width]
+    return torch.div(total, count, out=out)
+
+
 def aligned_size(size: int) -> int:
     """Rounded up to whole vectors."""
     return -(-size // _ALIGNED) * _ALIGNED
@@ -531,3 +538,20 @@ def nonzero_rows(x: Tensor) -> Tensor | None:
         return None
     there = ((x.amax(-1) != 0) | (x.amin(-1) != 0)).any(0)
     return None if bool(there.all()) else there
+
+
+def marked_moment(x: Tensor, nonzero: Tensor) -> Tensor:
+    """``second_moment`` of x [1 n r d]; ``nonzero`` [n r] is set to where a row is not all zero.
+
+    >>> nonzero = torch.empty(1, 2, dtype=torch.bool)
+    >>> marked_moment(torch.tensor([[[[0.0, 2.0], [0.0, 0.0]]]]), nonzero)
+    tensor([[0., 0.],
+            [0., 4.]])
+    >>> nonzero
+    tensor([[ True, False]])
+    """
+    if not (x.is_contiguous() and nonzero.is_contiguous()):
+        torch.any(x[0], -1, out=nonzero)
+        return second_moment(x)
+    flat = x.view(-1, x.shape[-1])
+    return symmetric_product(round_rows(flat, multiplied(x, x.numel() * x.shape[-1]), nonzero.view(-1)))

@@ -422,11 +422,11 @@ class LayerFactors:
         """A of the positions that count, [n r]; None for all."""
         sink.put(b, "A", self._input_moment(tape.inputs(self.blocks[b]), self.blocks[b], there))
 
-    def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
-        """S and, where it is made with it, A."""
+    def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink, there: Tensor | None = None) -> None:
+        """S and, where it is made with it, A. ``there`` [n r] is set to the positions that count, if it is given."""
         block = self.blocks[b]
         if b not in self.together:
-            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
+            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block), there)))
             return
         if self.nearest is not None and self.nearest.fits(block):
             share = self.n**-2.0 if self.of_mean else 1.0
@@ -463,7 +463,9 @@ class LayerFactors:
     def _input_moment(self, a: Features, kind: Block, there: Tensor | None) -> Moment:
         return self.sharing.counted_moment(a, kind, there, self.weights).to(self.dtype)
 
-    def _outputs(self, kind: Block, g: Features) -> Moment:
+    def _outputs(self, kind: Block, g: Features, there: Tensor | None = None) -> Moment:
+        if there is not None:
+            return self.sharing.marked_output_moment(g, kind, there).to(self.dtype)
         return self.sharing.output_moment(self.sharing.outputs(g), kind).to(self.dtype)
 
 
@@ -531,11 +533,7 @@ class CapturedKernels:
             sink = self.sink.with_weight(scalars[0])
             mine = Cotangents({at: tuple(next(supply) for _ in g.outer[at]) for at in at_uses}, {})
             for b in captured:
-                if b in masks:
-                    mask = reached(mine.of(tape, self.layers.blocks[b]), self.layers.blocks[b])
-                    assert mask is not None
-                    masks[b].copy_(mask)
-                self.layers.put_outputs(b, tape, mine, sink)
+                self.layers.put_outputs(b, tape, mine, sink, masks.get(b))
             sink.flush()
 
         if captured and self.graphs is not None:

@@ -61,6 +61,14 @@ class Sharing:
         """S of a layer before its division, from ``outputs``."""
         return shared.squares() if self.only_diagonal(block)[1] else shared.moment()
 
+    def marked_output_moment(self, g: Features, block: Block, there: Tensor) -> Moment:
+        """The same from cotangents; ``there`` [n r] is set to the positions that count (``reached``)."""
+        if self.how == "expand" and not self.only_diagonal(block)[1]:
+            return g.marked_moment(there)
+        mask = reached(g, block)
+        there.fill_(True) if mask is None else there.copy_(mask)
+        return self.output_moment(self.outputs(g), block)
+
 
 def reached(g: Features, block: Block) -> Tensor | None:
     """Where the positions of a layer count, [n r]: those to which a cotangent comes. None where all do.

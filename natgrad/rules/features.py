@@ -24,7 +24,9 @@ from torch import Tensor
 from natgrad.accelerate.moments import (
     accumulate_second_moment,
     counted_moment,
+    divided,
     entry_moments,
+    marked_moment,
     nonzero_rows,
     second_moment,
     single,
@@ -80,6 +82,7 @@ class Moment:
         count, total = self.count, self.total
         if isinstance(count, Tensor):
             count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
+            return divided(total, count)
         return total / count
 
     def over(self, count: int | Tensor) -> Moment:
@@ -148,6 +151,12 @@ class Features(ABC):
     def moment(self) -> Moment:
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
         return Moment(_product(single(self.dense())), self.count())
+
+    def marked_moment(self, there: Tensor) -> Moment:
+        """``moment`` of cotangents; ``there`` [n r] is set to where those of a position are not all zero."""
+        reached = self.reached()
+        there.fill_(True) if reached is None else there.copy_(reached)
+        return self.moment()
 
     @property
     def homogeneous(self) -> bool:
@@ -347,10 +356,10 @@ class Counted(Features):
     def moment(self) -> Moment:
         base = self.base
         if isinstance(base, (Rows, Entries)) and isinstance(base.ones, bool) and base.x.ndim == 3:
-            count = self.count()
             if isinstance(base, Rows):
-                return Moment(counted_moment(base.x, base.ones, self.counted, count).unsqueeze(0), count)
-            return replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0)).padded_moment(count)
+                total, count = counted_moment(base.x, base.ones, self.counted)
+                return Moment(total.unsqueeze(0), count)
+            return replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0)).padded_moment(self.count())
         return base.weighed(self._weights).moment().over(self.count())
 
     def squares(self) -> Moment:
@@ -402,6 +411,11 @@ class Rows(Features):
 
     def moment(self) -> Moment:
         return Moment(None, self.count(), self)
+
+    def marked_moment(self, there: Tensor) -> Moment:
+        if self.ones is not False or self.x.ndim != 4 or len(self.x) != 1:
+            return super().marked_moment(there)
+        return Moment(marked_moment(self.x, there).unsqueeze(0), self.count())
 
     def project(self, w: Tensor) -> Tensor:
         d = self.x.shape[-1]

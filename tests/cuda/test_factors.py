@@ -13,6 +13,7 @@ import natgrad as ng
 from natgrad.accelerate import replay
 from natgrad.accelerate.moments import column_moments, counted_moment, symmetric_product
 from natgrad.accelerate.replay import GraphCache
+from natgrad.accelerate.row_kernels import keep_rows, round_rows
 from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call, Rule
 from natgrad.rules.base import cotangent_features, input_features
@@ -81,10 +82,24 @@ def test_rows_that_do_not_count_are_in_no_moment(i: int, ones: bool, dtype: torc
     alone = x[counted].double()
     alone = torch.cat([alone, alone.new_ones(len(alone), 1)], 1) if ones else alone
     there = x.masked_fill(~counted.unsqueeze(-1), torch.nan).cuda()
-    mask, count = counted.cuda(), counted.sum().view(1).cuda()
+    mask = counted.cuda()
     with no_waiting():
-        found = counted_moment(there, ones, mask, count)
+        found, count = counted_moment(there, ones, mask)
     close(found.cpu().double() / len(alone), alone.T @ alone / len(alone), 1e-12 if dtype == torch.float64 else 1e-4)
+    assert float(count) == len(alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (5, 3), (1000, 384), (333, 1537), (70, 4100)])
+def test_rows_are_rounded_marked_and_kept_as_torch_would(m: int, d: int, dtype: torch.dtype) -> None:
+    x, kept = normal(m, d).float().cuda(), (normal(m) > 0).cuda()
+    x[normal(m).cuda() > 0.5] = 0
+    nonzero = torch.empty(m, dtype=torch.bool, device="cuda")
+    assert torch.equal(round_rows(x, dtype, nonzero), x.to(dtype))
+    assert torch.equal(nonzero, x.any(1))
+    expected = torch.cat([x, torch.ones(m, 3, device="cuda")], 1).to(dtype) * kept.unsqueeze(1)
+    found = keep_rows(x.masked_fill(~kept.unsqueeze(1), torch.nan), kept, dtype, d + 3)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -204,7 +204,8 @@ def test_factors_of_tensors_that_wander_are_those_of_each_batch(
         found = structure.absorb(replace(pulled, graph_cache=cache), found, WEIGHT)
         for key, t in expected.tensors().items():
             close(found.tensors()[key], t)
-    assert graphs.log.count("capture") <= 2 * len(cache.stats)
+    # Two at addresses that come again by chance, and one of copies.
+    assert graphs.log.count("capture") <= 3 * len(cache.stats)
     assert all(stats.replays >= 6 for stats in cache.stats.values())
 
 
