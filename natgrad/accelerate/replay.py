@@ -182,7 +182,7 @@ class GraphCache(Generic[T]):
         self,
         fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T],
         tensors: Sequence[Tensor],
-        scalars: Sequence[float],
+        scalars: Sequence[Scalar],
         key: Hashable,
         *,
         size: Hashable = None,
@@ -247,7 +247,7 @@ class GraphCache(Generic[T]):
         self,
         fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T],
         rows: Sequence[Tensor],
-        scalars: Sequence[float],
+        scalars: Sequence[Scalar],
         key: Hashable,
     ) -> T:
         """``run`` for tensors [m *rest] that come in ever new sizes m: zero rows are appended, so that there are few.
@@ -270,7 +270,7 @@ class GraphCache(Generic[T]):
         self,
         fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T],
         tensors: Sequence[Tensor],
-        scalars: Sequence[float],
+        scalars: Sequence[Scalar],
         layouts: Sequence[_Layout],
         computation: Hashable,
         stats: ReplayStats,
@@ -318,12 +318,14 @@ class GraphCache(Generic[T]):
             self._sightings[pattern] = sightings + 1
         return due
 
-    def _replayed(self, graph: _Graph[T], tensors: Sequence[Tensor], scalars: Sequence[float], stats: ReplayStats) -> T:
+    def _replayed(
+        self, graph: _Graph[T], tensors: Sequence[Tensor], scalars: Sequence[Scalar], stats: ReplayStats
+    ) -> T:
         """Run the kernels again, on copies of the tensors where the graph has memory for them."""
         stats.replays += 1
         if graph.inputs and tensors:
             torch._foreach_copy_(graph.inputs, list(tensors))
-        for at, value in enumerate(scalars):
+        for at, value in enumerate(map(float, scalars)):
             if value != self._values[at]:  # else a launch is saved
                 self._scalars[at].fill_(value)
                 self._values[at] = value

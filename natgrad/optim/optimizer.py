@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
-from natgrad.accelerate.replay import GraphCache
+from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError
 from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
@@ -315,10 +315,14 @@ class NaturalGradient(torch.optim.Optimizer):
                 of_param.pop("momentum", None)  # zeros, to load into
             self._mark()
         ω, without_grad = self._differential(grads)
+        average: tuple[Callable[[Covector, Scalar], None], float] | None = None
         if self.tracker.sees_gradients:
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
                 self.flag.check(ω, "the gradient")
-            self.tracker.see_gradient(ω, without_grad)
+            if self._joins_step(without_grad):
+                average = self.tracker.gradient_average()
+            else:
+                self.tracker.see_gradient(ω, without_grad)
         self.tracker.finish_backward(ω, without_grad)
         G, estimated = self.tracker.average_with_new()
         idle = without_grad | self._without_metric(ω, self.tracker.unseen(G) - without_grad, estimated)
@@ -326,38 +330,61 @@ class NaturalGradient(torch.optim.Optimizer):
         damping = like(self.preconditioner.damping, common_damping(self.param_groups))
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
-                self._last = self._plain_step(self.rule, ω, grads, idle, damping)
+                self._last = self._plain_step(self.rule, ω, grads, idle, damping, average)
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(self.preconditioner.informed(G), estimated)
 
+    def _joins_step(self, without_grad: frozenset[str]) -> bool:
+        """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
+        G, damping = self.tracker.average, like(self.preconditioner.damping, common_damping(self.param_groups))
+        if without_grad or G is None or not isinstance(self.rule, PlainRule):
+            return False
+        return is_asynchronous(self.tracker.model.example.device) and self.preconditioner.joins_step(G, damping)
+
     def _plain_step(
-        self, rule: PlainRule, ω: Covector, grads: Mapping[str, Tensor], idle: frozenset[str], damping: Damping
+        self,
+        rule: PlainRule,
+        ω: Covector,
+        grads: Mapping[str, Tensor],
+        idle: frozenset[str],
+        damping: Damping,
+        average: tuple[Callable[[Covector, Scalar], None], float] | None,
     ) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
 
-        ``grads``: also of the parameters of AdamW. ``idle``: parameters that do not move by the metric.
+        ``grads``: also of the parameters of AdamW. ``idle``: parameters that do not move by the metric. ``average``:
+        what adds the gradient to the moving average of the metric, with its weight, if that is a part of the step.
         """
-        flag, inverse, adamw = self.flag, self.preconditioner.prepare(damping), self._adamw()
+        flag, adamw = self.flag, self._adamw()
+        invert = self.preconditioner.prepare_in_step(damping) if average is not None else None
+        inverse = self.preconditioner.prepare(damping)
         of_adamw, complete = adamw.gradients(grads)
         names, count = [*ω, *of_adamw], len(ω)
 
-        def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
+        def run(gradients: Sequence[Tensor], numbers: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
+            rates = numbers[: len(self.param_groups)]
             update, named = self._update(idle, rates), list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
+            if average is not None:
+                average[0](of_step, numbers[-1])
+            if invert is not None:
+                invert()
             velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag, beside=others)
             adamw.step(others, rates, flag.value)
             return velocity, flag.value
 
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
+        weights = [] if average is None else [average[1]]
         if idle - self.tracker.outside or not complete or inverse.remembers or not is_asynchronous(gradients[0].device):
-            velocity, _ = run(gradients, rates)
+            velocity, _ = run(gradients, [*rates, *weights])
         else:
-            numbers = [float(rate) for rate in rates]
-            velocity, flag.value = self._graphs.run(
-                run, gradients, numbers, self._graph_key(), may_copy=True, shaped=True
-            )
+            numbers, key = [*(float(rate) for rate in rates), *weights], self._graph_key()
+            if average is not None:
+                assert self.tracker.average is not None
+                key = key, self.tracker.average.addresses, invert is not None and damping  # λ is a number in the graph
+            velocity, flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         return _Plain(rates, idle, velocity, number_of(damping))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -56,6 +56,7 @@ class Preconditioner:
         # In a step: its number, its metric, whether the last inverse has been overwritten, and whether a layer is new.
         self._step, self._overwritten, self._grown = 0, False, False
         self._operator: Operator | None = None
+        self._joined: tuple[Operator, Inverse] | None = None  # the last metric and inverse that joined a captured step
 
     @contextmanager
     def attempt(self, G: Operator, damping: Damping, step: int, *, changed: bool) -> Iterator[Operator]:
@@ -135,9 +136,7 @@ class Preconditioner:
             self._overwritten = overwritten
             raise
         else:
-            if last is not None and self.inverted != self._step:
-                self.inverted_before = self.inverted
-            self.inverted, self.warm = self._step, None
+            self._count_inverse(last)
             if last is not None and is_asynchronous(self._device):
                 # A captured step reads the inverse where the last one was, in this step already.
                 self.inverse = last.overwritten(self.inverse)
@@ -149,6 +148,42 @@ class Preconditioner:
         self.unseen, self._grown = G.unseen, False
         assert self.inverse is not None
         return self.inverse
+
+    def joins_step(self, G: Operator, damping: Damping) -> bool:
+        """Whether the inverse of G can be computed inside of a captured step: ``prepare_in_step``."""
+        if self.inverse is None or self.freshness is not None or self.unseen or damping == 0:
+            return False
+        if self._joined is not None and self._joined[0] is G and self._joined[1] is self.inverse:
+            return True  # as in the last step
+        joins = self.inverse.joins_step(self.inverted_metric(G))
+        self._joined = (G, self.inverse) if joins else None
+        return joins
+
+    def prepare_in_step(self, damping: Damping) -> Callable[[], None] | None:
+        """``prepare``, where ``joins_step`` allows it: a function that the caller calls in the captured step, or None.
+
+        It computes the inverse in the memory of the last one.
+        """
+        last, G = self.inverse, self._operator
+        if not self.due(damping):
+            return None
+        assert last is not None
+        assert G is not None
+        self._overwritten = True
+        self._count_inverse(last)
+        self.damping, self.outdated = damping, False
+
+        def compute() -> None:
+            with full_precision(self._device):
+                self._inverse(G, damping, last)
+
+        return compute
+
+    def _count_inverse(self, last: Inverse | None) -> None:
+        """A new inverse is made in this step."""
+        if last is not None and self.inverted != self._step:
+            self.inverted_before = self.inverted
+        self.inverted, self.warm = self._step, None
 
     def _inverse(self, G: Operator, damping: Damping, last: Inverse | None) -> Inverse:
         return self.world.inverse(self.solver, self.inverted_metric(G), damping, last=last, warm=self.warm)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.devices import full_precision, get_rng_state, in_backward, in_export, set_rng_state
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
+from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
@@ -462,6 +463,24 @@ class MetricTracker:
                 estimate = self.structure.of_gradient(sample, self.average)
                 # The first one is checked on a GPU, too, as in ``_hold``.
                 self.fresh, self._examples, self._joined = estimate.finite(wait=self.average is None), 1, True
+
+    def gradient_average(self) -> tuple[Callable[[Covector, Scalar], None], float]:
+        """A function that adds g gᵀ of a gradient to the moving average, in place, and the weight of this step.
+
+        For a captured step: the caller calls it there with the gradient and the weight. Every parameter has a gradient.
+        """
+        assert self.average is not None
+        observer, average, structure = self.observer, self.average, self.structure
+        weight = replace(self.weight)
+        number = weight.next(1)
+        self.weight, self.absorbed = weight, True
+
+        def add(ω: Covector, weight: Scalar) -> None:
+            sample = GradientSample(ω, frozenset(), observer.blocks, observer.memory, observer.cache.graphs)
+            with full_precision(observer.model.example.device):
+                structure.absorb_gradient(sample, average, weight)
+
+        return add, number
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate the metric in a forward pass of our own, unless it is constant."""

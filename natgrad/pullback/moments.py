@@ -152,7 +152,7 @@ class FactorSink(ABC):
         """Nothing is held back any longer."""
 
     @property
-    def weight(self) -> float:
+    def weight(self) -> Scalar:
         """Of all that arrives."""
         return 1.0
 

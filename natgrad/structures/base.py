@@ -23,6 +23,7 @@ from typing_extensions import Self
 from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.fused import copy_, nonfinite, pairing, scaled
 from natgrad.accelerate.inverses import Newton
+from natgrad.accelerate.replay import Scalar
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import Damping, Relative, check_power
@@ -154,9 +155,9 @@ class Structure(ABC):
         """g gᵀ of one gradient in this structure. What is without a gradient is taken from ``like``, or is zero."""
         raise NotImplementedError
 
-    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> Operator:
-        """The moving average (1 − w) Ḡ + w g gᵀ."""
-        return average.merged(self.of_gradient(sample, average), weight)
+    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> Operator:
+        """The moving average (1 − w) Ḡ + w g gᵀ. In a captured step w is a tensor []."""
+        return average.merged(self.of_gradient(sample, average), float(weight))
 
     # The cotangents of the user's backward pass (``Empirical()``).
 
@@ -310,6 +311,11 @@ class Operator(ABC):
     def device(self) -> torch.device:
         """Where its products are computed."""
         return next((t.device for t in self.tensors().values()), torch.device("cpu"))
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where its tensors lie, for captured kernels that read or write them."""
+        return tuple([t.data_ptr() for t in self.tensors().values()])
 
     # Linear algebra.
 
@@ -576,6 +582,13 @@ class Inverse(ABC):
     def overwritten(self, new: Inverse) -> Inverse:
         """The new inverse in the memory of this one, where that is possible; else the new one as it is."""
         return new
+
+    def joins_step(self, G: Operator) -> bool:
+        """Whether the inverse of G can be computed in this memory inside of a captured step.
+
+        Then it cannot fail, and nobody looks at a value of G or of the inverse.
+        """
+        return False
 
 
 @final

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.inverses import Newton, SymFactor
+from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.accelerate.temporaries import ROWS, at_once
 from natgrad.linalg import Damping, Relative
@@ -149,7 +150,7 @@ class EigenKronecker(Layered):
             eigenvectors=self.eigenvectors,
         )
 
-    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> EigenKroneckerOperator:
+    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> EigenKroneckerOperator:
         """In place, all three in few launches; a matrix without a gradient keeps its average."""
         assert isinstance(average, EigenKroneckerOperator)
         average = average.side_by_side()

@@ -37,8 +37,8 @@ class FactorAverage(FactorSink):
         return PendingAverages(factors, alone=self._alone)
 
     @property
-    def weight(self) -> float:
-        return float(self._weight)
+    def weight(self) -> Scalar:
+        return self._weight
 
     @property
     def address_key(self) -> Hashable:

@@ -267,7 +267,7 @@ class Kronecker(Layered):
             halves=_halves_of(like),
         )
 
-    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> KroneckerOperator:
+    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> KroneckerOperator:
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
@@ -669,6 +669,12 @@ class ProductInverse(LayerInverse):
         like = G.left[0]
         memory = [stack.memory for pair in self.stacks for stack in pair]
         return all(t.dtype == like.dtype and t.device == like.device for t in memory)
+
+    def joins_step(self, G: Operator) -> bool:
+        """Powers of diagonals are a dozen kernels, whatever the depth of the network."""
+        if not isinstance(G, KroneckerOperator) or not G.inverts_at_once or G.fit == "kl" or G.unseen:
+            return False
+        return self.fallback is None and G.fallback is None and self.fits(G)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S^-p and A^-p of every layer."""

@@ -604,10 +604,10 @@ class LayerOperator(Operator):
         choices = enumerate(zip(old, new, mean, strict=True))
         return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
 
-    def absorbed(self, fallback: Operator | None, weight: float, unseen: frozenset[str]) -> Self:
+    def absorbed(self, fallback: Operator | None, weight: Scalar, unseen: frozenset[str]) -> Self:
         """The average after its layers were updated in place, with the estimate on the uncovered parameters."""
         if self.fallback is not None and fallback is not None:
-            fallback = self.fallback.merged(fallback, weight)
+            fallback = self.fallback.merged(fallback, float(weight))
         if fallback is self.fallback and self.unseen <= unseen:
             return self
         return replace(self, fallback=fallback, unseen=self.unseen & unseen)  # type: ignore[type-var]  # a dataclass
