@@ -12,6 +12,8 @@ from experiments.pde.__main__ import Gap, by_solver, gap_table, gaps, main, read
 from experiments.pde.inverse import NOISE, POINTS, exact, fitted
 from experiments.pde.problems import PROBLEMS
 from experiments.pde.solvers import SOLVERS
+from experiments.pde.step_cost import compared
+from experiments.pde.step_cost import main as step_cost
 
 
 @pytest.mark.parametrize("name", list(PROBLEMS))
@@ -82,6 +84,17 @@ def test_a_solver_goes_on_from_its_state(solver: str) -> None:
     assert steppers[0].step(0.2) == pytest.approx(steppers[1].step(0.2), rel=1e-12)
     pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
     assert all(torch.allclose(p, q, rtol=1e-8, atol=1e-12) for p, q in pairs)
+
+
+def test_the_steps_whose_costs_are_compared_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "step_cost.jsonl"
+    step_cost(["--points", "70", "--dimension", "3", "--widths", "9", "8", "--results", str(path)])
+    head, ours, theirs, both = read(path)
+    assert head["parameters"] == 3 * 9 + 9 + 9 * 8 + 8 + 8 + 1
+    assert (ours["name"], theirs["name"]) == ("natgrad", "torch.func")
+    assert both["relative difference"] < 1e-5  # the solution is as ill-conditioned as JJᵀ + 1e-6
+    assert compared({"seconds": 2.0, "memory": 100}, {"seconds": 9.0, "memory": 700}, 0.0)["times faster"] == 4.5
+    assert compared({"seconds": 2.0, "memory": 100}, {"seconds": 9.0, "memory": 700}, 0.0)["times less memory"] == 7
 
 
 def test_the_conductivity_is_within_its_error_bar() -> None:
