@@ -122,6 +122,22 @@ def test_a_singular_jacobian_at_a_tiny_damping_has_a_finite_step(structure: Stru
     assert all(record.accepted for record in records)
 
 
+@pytest.mark.parametrize("rule", [ng.Fixed(), ng.Spring(), ng.GridSearch()], ids=repr)
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense()], ids=["kernel", "dense"])
+@pytest.mark.parametrize("shape", [(5, 8), (8, 5)], ids=["more unknowns", "more residuals"])
+@pytest.mark.parametrize("λ", [0.0, 1e-14])
+def test_a_step_at_a_tiny_damping_is_the_solution_of_least_norm(
+    rule: StepRule, structure: Structure, shape: tuple[int, int], λ: float
+) -> None:
+    torch.manual_seed(0)
+    A, b = torch.randn(shape).double(), torch.randn(shape[0]).double()
+    if shape[0] > shape[1] and isinstance(structure, ng.Kernel):  # J Jᵀ is singular, and b must be in its range
+        b = A @ A.T @ b
+    θ = {"w": torch.zeros(shape[1]).double()}
+    ng.LeastSquares(lambda θ: A @ θ["w"] - b, θ, structure=structure, step=rule, damping=λ).step()
+    torch.testing.assert_close(θ["w"], torch.linalg.pinv(A) @ b, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_the_default_converges_from_any_standard_initialisation(seed: int) -> None:
     for init in (None, nn.init.xavier_normal_, nn.init.orthogonal_):
