@@ -26,6 +26,7 @@ from experiments.pde.__main__ import by_solver as pde_logs
 from experiments.pde.__main__ import gap_table, gaps
 from experiments.pde.__main__ import report as pde_report
 from experiments.pde.__main__ import row as pde_row
+from experiments.pde.inverse import summary as conductivity
 from experiments.regression_record import tables as regression_tables
 
 ROOT = Path(__file__).parent.parent
@@ -279,7 +280,7 @@ def pde_where(least: float, most: float = float("inf")) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-NAMES: dict[str, Any] = {"powers": powers} | {
+NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
     function.__name__: function
     for function in (
         *(results, machine, ratios, section, claims, ratio, claim, span, training, races, race, ablation, vi_table),

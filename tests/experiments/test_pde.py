@@ -9,7 +9,7 @@ import torch
 
 import natgrad as ng
 from experiments.pde.__main__ import Gap, by_solver, gap_table, gaps, main, read, row
-from experiments.pde.inverse import NOISE, POINTS, exact, fitted
+from experiments.pde.inverse import NOISE, POINTS, exact, fitted, summary
 from experiments.pde.problems import PROBLEMS
 from experiments.pde.solvers import SOLVERS
 from experiments.pde.step_cost import compared
@@ -104,3 +104,10 @@ def test_the_conductivity_is_within_its_error_bar() -> None:
     least = NOISE / float(POINTS * slope.square().mean()) ** 0.5  # Cramér and Rao's bound, with u(0, ·) known
     assert abs(fit["in units of the bar"]) < 3
     assert 0.9 * least < fit["bar"] < 3 * least
+
+
+def test_the_spread_of_the_conductivity_is_over_seeds(tmp_path: Path) -> None:
+    lines = [{"kappa": 0.13, "in units of the bar": 1.0}, {"kappa": 0.06, "in units of the bar": -7.0}]
+    path = tmp_path / "inverse.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summary(path) == {"seeds": 2, "over kappa": pytest.approx(0.125**0.5), "in units of the bar": 5.0}
