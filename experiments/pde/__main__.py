@@ -30,11 +30,12 @@ from benchmarks.harness import machine
 from experiments.files import commit, replaced
 from experiments.pde.figure import draw
 from experiments.pde.problems import PROBLEMS, Problem
-from experiments.pde.solvers import RATES, SOLVERS, Stepper
+from experiments.pde.solvers import BASELINES, RATES, SOLVERS, Stepper
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "pde"
 _SAVE = 30.0  # seconds of steps between two checkpoints
 _TARGETS = (1e-3, 1e-4, 1e-5, 1e-6)
+HEAD = ("seeds", "seconds", "steps", "error", *(f"to {target:g}" for target in _TARGETS))
 
 
 @final
@@ -173,35 +174,100 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
                     )  # fmt: skip
 
 
+def by_solver(folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
+    """The logs of a problem, by solver with its rate; a list item is a seed."""
+    logs: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = read(path)
+        if len(lines) > 1:
+            rate = "" if lines[0]["rate"] is None else f" {lines[0]['rate']:g}"
+            points = lines[0].get("points", 1)
+            logs[lines[0]["solver"] + rate + (f", {points:g}× points" if points != 1 else "")].append(lines)
+    return logs
+
+
 def report(results: Path) -> str:
     """A table for every problem: the median over seeds of the error at the end, and of the times to reach some."""
     tables = []
-    for folder in sorted(path for path in results.iterdir() if path.is_dir() and path.name in PROBLEMS):
-        logs: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
-        for path in sorted(folder.glob("*.jsonl")):
-            lines = read(path)
-            if len(lines) > 1:
-                rate = "" if lines[0]["rate"] is None else f" {lines[0]['rate']:g}"
-                points = lines[0].get("points", 1)
-                logs[lines[0]["solver"] + rate + (f", {points:g}× points" if points != 1 else "")].append(lines)
-        rows = sorted(_row(solver, of_solver) for solver, of_solver in logs.items())
-        columns = [folder.name, "seeds", "seconds", "steps", "error", *(f"to {target:g}" for target in _TARGETS)]
-        head = f"| {' | '.join(columns)} |"
-        tables.append("\n".join([head, "| --- " * len(columns) + "|", *(text for _, text in rows)]))
+    for folder in folders(results):
+        logs = by_solver(folder)
+        rows = [[solver, *row(logs[solver]).values()] for solver in sorted(logs, key=lambda name: _error(logs[name]))]
+        tables.append(_table([folder.name, *HEAD], rows))
     return "\n\n".join(tables)
 
 
-def _row(solver: str, logs: Sequence[list[dict[str, Any]]]) -> tuple[float, str]:
-    ends = [min((line["error"] for line in lines[1:] if "error" in line), default=float("inf")) for lines in logs]
-    end = statistics.median(ends)
+def folders(results: Path) -> list[Path]:
+    """Those of the problems that have logs."""
+    return sorted(path for path in results.iterdir() if path.is_dir() and path.name in PROBLEMS)
+
+
+def row(logs: Sequence[list[dict[str, Any]]]) -> dict[str, str]:
+    """The cells of a solver, by column."""
     times = []
     for target in _TARGETS:
         reached = ((line["seconds"] for line in lines[1:] if line.get("error", 1) <= target) for lines in logs)
         middle = statistics.median(next(seconds, float("inf")) for seconds in reached)
         times.append("" if middle == float("inf") else f"{middle:.3g} s")
-    seconds = statistics.median(lines[-1]["seconds"] for lines in logs)
     steps = int(statistics.median(lines[-1]["step"] for lines in logs))
-    return end, f"| {solver} | {len(logs)} | {seconds:.0f} | {steps} | {end:.2e} | " + " | ".join(times) + " |"
+    cells = [str(len(logs)), f"{_seconds(logs):.0f}", str(steps), f"{_error(logs):.2e}", *times]
+    return dict(zip(HEAD, cells, strict=True))
+
+
+def _seconds(logs: Sequence[list[dict[str, Any]]]) -> float:
+    return statistics.median(lines[-1]["seconds"] for lines in logs)
+
+
+def _error(logs: Sequence[list[dict[str, Any]]], seconds: float = float("inf")) -> float:
+    """The lowest error within so many seconds, the median over seeds."""
+    looks = ((line["error"] for line in of[1:] if "error" in line and line["seconds"] <= seconds) for of in logs)
+    return statistics.median(min(errors, default=float("inf")) for errors in looks)
+
+
+@final
+@dataclass(frozen=True)
+class Gap:
+    """The best baseline of a problem after all of its time, and least squares with no more time than that."""
+
+    problem: str
+    baseline: str
+    seconds: float
+    baseline_error: float
+    solver: str
+    error: float
+
+    @property
+    def ratio(self) -> float:
+        return self.baseline_error / self.error
+
+
+def gaps(results: Path) -> list[Gap]:
+    """For every problem that has a baseline, the widest gap first; a step that was under way may end 1 % later."""
+    found = []
+    for folder in folders(results):
+        logs = by_solver(folder)
+        baselines = [name for name in logs if logs[name][0][0]["solver"] in BASELINES]
+        if baselines and len(baselines) < len(logs):
+            best = min(baselines, key=lambda name: _error(logs[name]))
+            seconds = _seconds(logs[best])
+            error, ours = min((_error(logs[name], 1.01 * seconds), name) for name in logs if name not in baselines)
+            found.append(Gap(folder.name, best, seconds, _error(logs[best]), ours, error))
+    return sorted(found, key=lambda gap: -gap.ratio)
+
+
+def gap_table(results: Path) -> str:
+    """How many times lower the error of least squares is than that of the best baseline."""
+    head = ["problem", "best baseline", "seconds", "its error", "least squares", "error by then", "ratio"]
+    rows = []
+    for gap in gaps(results):
+        ratio = f"{gap.ratio:,.3g}" if gap.ratio < 1000 else f"{gap.ratio:,.0f}"
+        theirs, ours = f"{gap.baseline_error:.2e}", f"{gap.error:.2e}"
+        rows.append([gap.problem, gap.baseline, f"{gap.seconds:.0f}", theirs, gap.solver, ours, ratio])
+    return _table(head, rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "| --- " * len(head) + "|", *lines[1:]])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -232,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run.execute()
                 last = read(run.log)[-1]
                 print(f"{run.problem.name} {run.name}: {last}", flush=True)
-    print(report(options.results))
+    print(report(options.results), gap_table(options.results), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -59,6 +59,17 @@ def fitted(seed: int, *, steps: int = 150) -> dict[str, float]:
     return {"seed": seed, "kappa": κ, "bar": bar, "in units of the bar": (κ - KAPPA) / bar, "loss": result.loss}
 
 
+def summary(results: Path = RESULTS) -> dict[str, float]:
+    """The root mean square over the seeds of the error of κ, over κ and in units of its bar."""
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    errors = {
+        "over kappa": [line["kappa"] / KAPPA - 1 for line in lines],
+        "in units of the bar": [line["in units of the bar"] for line in lines],
+    }
+    squares = {name: statistics.mean(e**2 for e in of_seeds) for name, of_seeds in errors.items()}
+    return {"seeds": len(lines), **{name: math.sqrt(square) for name, square in squares.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.pde.inverse")
     parser.add_argument("--seeds", type=int, default=10)
@@ -70,8 +81,7 @@ def main() -> None:
         print(json.dumps(lines[-1]), flush=True)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    spread = math.sqrt(statistics.mean(line["in units of the bar"] ** 2 for line in lines))
-    print(f"root mean square of the error in units of its bar, over {len(lines)} seeds: {spread:.2f}")
+    print(json.dumps(summary(options.results)))
 
 
 if __name__ == "__main__":

@@ -159,6 +159,7 @@ SOLVERS: dict[str, Callable[[nn.Module, Classes, float | None, int], Stepper]] =
     "soap": soap,
     "muon": muon,
 }
+BASELINES = ("adam", "lbfgs", "soap", "muon", "engd")
 RATES: dict[str, tuple[float, ...]] = {  # that a baseline is tuned over
     "adam": (3e-2, 1e-2, 3e-3, 1e-3),
     "soap": (1e-2, 3e-3, 1e-3),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any, Literal, NoReturn, TypeAlias, final
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from natgrad.errors import IncompatibleError, SingularMetricError
 from natgrad.gauss_newton.jacobian import ResidualJacobian, jacobian_of
 from natgrad.gauss_newton.residuals import Points, Residuals, classes_of
-from natgrad.geometry import Vector
+from natgrad.geometry import Covector, Vector
 from natgrad.linalg import check_damping
 from natgrad.log import OnceLogger
-from natgrad.model import check_slots
+from natgrad.model import check_slots, check_types
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import ResidualSpace, Step, StepContext, StepRule
@@ -196,6 +197,7 @@ class LeastSquares:
             check_slots(step=(step, StepRule))
         if damping is not None:
             check_damping(damping, relative=False)
+        check_types(memory=(memory, Real, "a number of bytes"), lr=(lr, Real, "a number"))
         if not 0 < lr < math.inf:
             raise ValueError(f"LeastSquares(lr=…) must be positive and finite, got {lr}")
         self.classes = classes_of(residuals, params, memory)
@@ -263,8 +265,15 @@ class LeastSquares:
         for every step, two losses are not compared. ``loss``: enough. ``seconds``: of wall-clock time. ``callback``
         sees every step, and stops by returning True.
         """
+        check_types(max_steps=(max_steps, Integral, "an integer"))
         if max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+        limits: dict[str, Any] = {"loss": loss, "ftol": ftol, "xtol": xtol, "gtol": gtol}
+        if seconds is not None:
+            limits["seconds"] = seconds
+        for name, limit in limits.items():
+            if not isinstance(limit, (int, float)) or not limit >= 0:
+                raise ValueError(f"solve({name}=…) must be a number ≥ 0, got {limit!r}")
         history: list[Record] = []
         start = time.perf_counter()
         status: Status | None = None
@@ -333,6 +342,7 @@ class LeastSquares:
         J = self._jacobian(pullbacks)
         layout, r = J.operator.layout, self._stacked([pb.y for pb in pullbacks])
         gradient = J.pull(r)
+        differential = layout.covector(gradient)
         if self.damping is None:
             self.damping = _DAMPING * float(J.operator.trace()) / min(len(r), layout.size)
         params = self._point()
@@ -344,6 +354,11 @@ class LeastSquares:
             there = 0.5 * float(self._rows(landing, points, unfinished).square().sum())
             return there if math.isfinite(there) else math.inf
 
+        def sharp(ω: Covector, λ: float) -> Vector:
+            if ω is differential:  # Jᵀr: from r the step has more digits
+                return layout.vector(J.solve(r, λ))
+            return layout.vector(J.sharp(layout.flatten(ω), λ))
+
         space = ResidualSpace(
             value=r,
             solve=lambda t, λ: layout.vector(J.solve(t, λ)),
@@ -354,13 +369,13 @@ class LeastSquares:
         context = StepContext(
             step=self.steps,
             params=params,
-            differential=layout.covector(gradient),
+            differential=differential,
             operator=J.operator,
             damping=self.damping,
             rates=[(names, self.lr)],
             decay=lambda: params,
             smooth=lambda ω: ω,
-            sharp=lambda ω, λ: layout.vector(J.sharp(layout.flatten(ω), λ)),
+            sharp=sharp,
             move=lambda v: v * -self.lr,
             velocity=lambda: self.velocity,
             acceleration=lambda δ: -space.solve(space.second(δ), self.damping or 0.0),

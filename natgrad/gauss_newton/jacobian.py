@@ -202,8 +202,9 @@ class DampedFactor:
 
     @cached_property
     def rounding(self) -> float:
-        """Of the entries of G: the smallest λ."""
-        return len(self.G) * torch.finfo(self.G.dtype).eps * float(self.G.diagonal().amax())
+        """Of the entries of G: the smallest λ. It is positive for G = 0, too, where every step is zero."""
+        number = torch.finfo(self.G.dtype)
+        return len(self.G) * number.eps * float(self.G.diagonal().amax()) or math.sqrt(number.tiny)
 
     def solve(self, ω: Tensor, damping: float) -> Tensor:
         λ = max(damping, self.rounding)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import check_finite
-from natgrad.model import Model, tensors_of
+from natgrad.model import Model, check_types, tensors_of
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.pullback import Batch, Observer, Pullback, layers_of
 
@@ -44,6 +45,11 @@ class Residuals:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"Residuals(function, points): a function of the model, not {type(self.function).__name__}")
+        allowed = (Tensor, Callable, type(None))
+        for each in self.points if isinstance(self.points, tuple) else (self.points,):
+            check_types(points=(each, allowed, "a tensor, a tuple of tensors or a function that draws them"))
+        words = "a number for the class; for one of each point multiply r by their roots"
+        check_types(weight=(self.weight, Real, words))
         if not 0 < self.weight < math.inf:
             raise ValueError(f"Residuals(weight=…) must be positive and finite, got {self.weight}")
         if self.reduction not in ("mean", "sum"):
@@ -59,25 +65,37 @@ class Residuals:
         return self.points() if callable(self.points) else self.points
 
 
-def _rows(r: Any, points: tuple[Tensor, ...]) -> Any:
-    """The residuals; one number is the row of no point, if there are none."""
-    return r.reshape(1) if not points and isinstance(r, Tensor) and r.ndim == 0 else r
+def _rows(name: str, r: Any, points: tuple[Tensor, ...], params: Iterable[Tensor]) -> Tensor:
+    """The residuals, if they are some; one number is the row of no point, if there are none."""
+    if not isinstance(r, Tensor):
+        raise TypeError(f"the residuals {name!r} must be a tensor [n *out], a row for each point, got {r!r:.60}")
+    if not r.is_floating_point():
+        fix = "return torch.view_as_real of them" if r.is_complex() else "nothing can be differentiated"
+        raise TypeError(f"the residuals {name!r} are {r.dtype}, and must be real floating-point numbers: {fix}")
+    if r.numel() == 0:
+        raise ValueError(f"the residuals {name!r} are a tensor {list(r.shape)} without entries: leave the class out")
+    if torch.is_grad_enabled() and not r.requires_grad and any(p.requires_grad for p in params):
+        raise ValueError(
+            f"the residuals {name!r} do not depend on the parameters: compute them from the model by torch operations, "
+            "without detach(), item() and torch.no_grad()"
+        )
+    return r.reshape(1) if not points and r.ndim == 0 else r
 
 
 class _Evaluated(nn.Module):
     """The residuals as a module around the network, so that the layers of the network are seen."""
 
-    def __init__(self, net: nn.Module, function: Callable[..., Tensor]) -> None:
+    def __init__(self, name: str, net: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.net = net
-        self.function = function
+        self.name, self.function = name, function
 
     def forward(self, *points: Tensor) -> Tensor:
         # A function may differentiate the network in x, also where nobody asks for a graph.
         wanted = torch.is_grad_enabled()
         with torch.enable_grad():
-            r = _rows(self.function(self.net, *points), points)
-        return r if wanted or not isinstance(r, Tensor) else r.detach()
+            r = _rows(self.name, self.function(self.net, *points), points, self.net.parameters())
+        return r if wanted else r.detach()
 
 
 @final
@@ -134,7 +152,7 @@ def classes_of(
     for name, each in _named(residuals):
         if not isinstance(each, Residuals):
             raise TypeError(f"the residuals {name!r} must be ng.Residuals(function, points), got {type(each).__name__}")
-        model = _model(each.function, params)
+        model = _model(name, each.function, params)
         generator = None
         deferred = is_asynchronous(model.example.device)
         observer = Observer(model, Euclidean(), layers_of(model), generator, memory, deferred=deferred)
@@ -160,9 +178,9 @@ def _named(residuals: Any) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _model(function: Callable[..., Tensor], params: nn.Module | Mapping[str, Tensor]) -> Model:
+def _model(name: str, function: Callable[..., Tensor], params: nn.Module | Mapping[str, Tensor]) -> Model:
     if isinstance(params, nn.Module):
-        return Model.of(_Evaluated(params, function))
+        return Model.of(_Evaluated(name, params, function))
     if not isinstance(params, Mapping):
         raise TypeError(
             f"LeastSquares(residuals, params): params is a module, or a dict of tensors by name, not "
@@ -172,6 +190,6 @@ def _model(function: Callable[..., Tensor], params: nn.Module | Mapping[str, Ten
     def evaluated(θ: Mapping[str, Tensor], points: Points) -> Tensor:
         given = () if points is None else points if isinstance(points, tuple) else (points,)
         with torch.enable_grad():
-            return _rows(function(θ, *given), given)
+            return _rows(name, function(θ, *given), given, θ.values())
 
     return Model.of(evaluated, params)

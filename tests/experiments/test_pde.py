@@ -1,5 +1,6 @@
 """The equations of ``experiments.pde`` hold for their solutions; runs are logged, resumed and not repeated."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 
 import natgrad as ng
-from experiments.pde.__main__ import main, read
-from experiments.pde.inverse import NOISE, POINTS, exact, fitted
+from experiments.pde.__main__ import Gap, by_solver, gap_table, gaps, main, read, row
+from experiments.pde.inverse import NOISE, POINTS, exact, fitted, summary
 from experiments.pde.problems import PROBLEMS
 from experiments.pde.solvers import SOLVERS
+from experiments.pde.step_cost import compared
+from experiments.pde.step_cost import main as step_cost
 
 
 @pytest.mark.parametrize("name", list(PROBLEMS))
@@ -42,7 +45,28 @@ def test_a_run_is_logged_and_not_repeated(tmp_path: Path, capsys: pytest.Capture
     assert 0 < lines[0]["error"] < 10
     main([*command, "--solver", "natgrad", "--rate", "1e-3"])
     assert {path.name: path.read_text() for path in tmp_path.rglob("*.jsonl")} == first
-    assert "| adam 0.001 | 1 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| adam 0.001 | 1 |" in said
+    assert "| poisson2d | adam 0.001 |" in said.partition("| ratio |")[2]
+
+
+def test_the_gap_is_to_the_best_baseline_and_counts_no_later_error_of_natgrad(tmp_path: Path) -> None:
+    def log(problem: str, solver: str, seed: int, *looks: tuple[float, float]) -> None:
+        head = {"solver": solver, "rate": 0.1 if solver == "adam" else None}
+        lines = [{"step": 1, "seconds": seconds, "error": error} for seconds, error in looks]
+        path = tmp_path / problem / f"{solver}-{seed}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+
+    log("heat", "adam", 0, (10.0, 0.5))
+    log("heat", "engd", 0, (5.0, 0.25), (20.0, 0.125))  # the best: it has all of its 20 s
+    for seed, error in enumerate((2**-10, 2**-11, 2**-12)):
+        log("heat", "natgrad", seed, (2.0, 0.5), (20.1, error), (21.0, 2**-20))  # a step may end 1 % later
+    log("kovasznay", "natgrad", 0, (1.0, 0.1))  # without a baseline
+    assert gaps(tmp_path) == [Gap("heat", "engd", 20.0, 0.125, "natgrad", 2**-11)]
+    assert gaps(tmp_path)[0].ratio == 256
+    assert gap_table(tmp_path).endswith("\n| heat | engd | 20 | 1.25e-01 | natgrad | 4.88e-04 | 256 |")
+    assert row(by_solver(tmp_path / "heat")["adam 0.1"])["seconds"] == "10"
 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))
@@ -62,6 +86,17 @@ def test_a_solver_goes_on_from_its_state(solver: str) -> None:
     assert all(torch.allclose(p, q, rtol=1e-8, atol=1e-12) for p, q in pairs)
 
 
+def test_the_steps_whose_costs_are_compared_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "step_cost.jsonl"
+    step_cost(["--points", "70", "--dimension", "3", "--widths", "9", "8", "--results", str(path)])
+    head, ours, theirs, both = read(path)
+    assert head["parameters"] == 3 * 9 + 9 + 9 * 8 + 8 + 8 + 1
+    assert (ours["name"], theirs["name"]) == ("natgrad", "torch.func")
+    assert both["relative difference"] < 1e-5  # the solution is as ill-conditioned as JJᵀ + 1e-6
+    assert compared({"seconds": 2.0, "memory": 100}, {"seconds": 9.0, "memory": 700}, 0.0)["times faster"] == 4.5
+    assert compared({"seconds": 2.0, "memory": 100}, {"seconds": 9.0, "memory": 700}, 0.0)["times less memory"] == 7
+
+
 def test_the_conductivity_is_within_its_error_bar() -> None:
     fit = fitted(0, steps=60)
     at = torch.rand(100_000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -69,3 +104,10 @@ def test_the_conductivity_is_within_its_error_bar() -> None:
     least = NOISE / float(POINTS * slope.square().mean()) ** 0.5  # Cramér and Rao's bound, with u(0, ·) known
     assert abs(fit["in units of the bar"]) < 3
     assert 0.9 * least < fit["bar"] < 3 * least
+
+
+def test_the_spread_of_the_conductivity_is_over_seeds(tmp_path: Path) -> None:
+    lines = [{"kappa": 0.13, "in units of the bar": 1.0}, {"kappa": 0.06, "in units of the bar": -7.0}]
+    path = tmp_path / "inverse.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summary(path) == {"seeds": 2, "over kappa": pytest.approx(0.125**0.5), "in units of the bar": 5.0}

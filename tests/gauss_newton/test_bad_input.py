@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.step import StepRule
+from natgrad.structures.base import Structure
 from tests.gauss_newton.problems import flat, grid, network, poisson, solution
 
 
@@ -61,6 +64,66 @@ def test_single_precision_says_what_it_reached(caplog: pytest.LogCaptureFixture)
         ng.LeastSquares(ng.Residuals(lambda net, x: net(x), grid(4).float()), net).solve(max_steps=200)
     (record,) = caplog.records
     assert "in float32 stopped at the loss" in record.getMessage()
+
+
+HIDDEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "points alone": lambda net, x: x[:, :1],
+    "detach": lambda net, x: net(x).detach(),
+    "no_grad": torch.no_grad()(plain),
+    "a new tensor": lambda net, x: torch.tensor(net(x).tolist(), dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("structure", [None, ng.Dense(), ng.Implicit(), ng.Kronecker()], ids=repr)
+@pytest.mark.parametrize("name", list(HIDDEN))
+def test_residuals_that_hide_the_parameters_are_named(name: str, structure: Structure | None) -> None:
+    residuals = {**poisson(3), "hidden": ng.Residuals(HIDDEN[name], grid(3))}
+    with pytest.raises(ValueError, match=r"'hidden' do not depend on the parameters: .* without detach\(\)"):
+        ng.LeastSquares(residuals, network(2, 5, 1), structure=structure).step()
+    with pytest.raises(ValueError, match="'residuals' do not depend on the parameters"):
+        ng.LeastSquares(lambda θ: θ["a"].detach(), {"a": torch.ones(2).double()}, structure=structure).step()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 20, 1)], ids=["more residuals", "more unknowns"])
+def test_a_jacobian_of_zeros_ends_at_once(sizes: tuple[int, ...]) -> None:
+    net = network(*sizes)
+    before = flat(net)
+    result = ng.LeastSquares(ng.Residuals(lambda net, x: 0 * net(x) + 1, grid(3)), net).solve()
+    assert (result.status, result.steps, result.rank) == ("gtol", 1, 0)
+    assert torch.equal(flat(net), before)
+
+
+def test_what_residuals_cannot_be_is_named() -> None:
+    def step(function: Callable[[nn.Module, Tensor], Any]) -> None:
+        ng.LeastSquares({"law": ng.Residuals(function, grid(3))}, network(2, 5, 1)).step()
+
+    with pytest.raises(TypeError, match=r"'law' must be a tensor \[n \*out\], a row for each point, got None"):
+        step(lambda net, x: None)
+    with pytest.raises(TypeError, match=r"'law' are torch.complex128, .* torch.view_as_real"):
+        step(lambda net, x: 1j * net(x))
+    with pytest.raises(TypeError, match=r"'law' are torch.int64, and must be real floating-point"):
+        step(lambda net, x: net(x).long())
+    with pytest.raises(ValueError, match=r"'law' are a tensor \[9, 0\] without entries: leave the class out"):
+        step(lambda net, x: net(x)[:, :0])
+
+
+def test_options_of_a_wrong_kind_are_named() -> None:
+    net = network(2, 5, 1)
+    with pytest.raises(TypeError, match=r"points must be a tensor, a tuple of tensors or .* got \[\[0.0, 1.0\]\]"):
+        ng.Residuals(plain, ([[0.0, 1.0]], grid(3)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"weight must be a number .* multiply r by their roots"):
+        ng.Residuals(plain, grid(3), weight=torch.ones(9))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="memory must be a number of bytes, got '1 GB'"):
+        ng.LeastSquares(ng.Residuals(plain, grid(3)), net, memory="1 GB")  # type: ignore[arg-type]
+    problem = ng.LeastSquares(ng.Residuals(plain, grid(3)), net)
+    with pytest.raises(TypeError, match=r"max_steps must be an integer, got 2\.5"):
+        problem.solve(max_steps=2.5)  # type: ignore[arg-type]
+    for name in ("loss", "ftol", "xtol", "gtol", "seconds"):
+        with pytest.raises(ValueError, match=rf"solve\({name}=…\) must be a number ≥ 0, got nan"):
+            problem.solve(**{name: math.nan})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"solve\(ftol=…\) must be a number ≥ 0, got None"):
+        problem.solve(ftol=None)  # type: ignore[arg-type]
+    assert problem.steps == 0
 
 
 def test_what_is_no_residual_is_refused() -> None:

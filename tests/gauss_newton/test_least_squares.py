@@ -13,7 +13,7 @@ import natgrad as ng
 from natgrad.errors import MemoryBoundError, SingularMetricError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
-from tests.gauss_newton.problems import exact_rows, flat, grid, network, poisson, solution
+from tests.gauss_newton.problems import boundary, edges, exact_rows, flat, grid, network, poisson, solution
 
 
 def moved(net: nn.Module, **options: object) -> Tensor:
@@ -110,7 +110,7 @@ def test_every_searching_rule_lowers_the_loss_in_every_step(rule: StepRule) -> N
     assert losses[-1] < 0.02 * losses[0]
 
 
-@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense()], ids=["kernel", "dense"])
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense(), ng.Implicit(), ng.Kronecker()], ids=repr)
 @pytest.mark.parametrize("λ", [1e-14, 1e-12])
 def test_a_singular_jacobian_at_a_tiny_damping_has_a_finite_step(structure: Structure, λ: float) -> None:
     net = network(2, 30, 1)
@@ -122,16 +122,39 @@ def test_a_singular_jacobian_at_a_tiny_damping_has_a_finite_step(structure: Stru
     assert all(record.accepted for record in records)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_default_converges_from_any_standard_initialisation(seed: int) -> None:
-    for init in (None, nn.init.xavier_normal_, nn.init.orthogonal_):
-        net = network(2, 12, 1, seed=seed)
+@pytest.mark.parametrize("rule", [ng.Fixed(), ng.Spring(), ng.GridSearch()], ids=repr)
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense()], ids=["kernel", "dense"])
+@pytest.mark.parametrize("shape", [(5, 8), (8, 5)], ids=["more unknowns", "more residuals"])
+@pytest.mark.parametrize("λ", [0.0, 1e-14])
+def test_a_step_at_a_tiny_damping_is_the_solution_of_least_norm(
+    rule: StepRule, structure: Structure, shape: tuple[int, int], λ: float
+) -> None:
+    torch.manual_seed(0)
+    A, b = torch.randn(shape).double(), torch.randn(shape[0]).double()
+    if shape[0] > shape[1] and isinstance(structure, ng.Kernel):  # J Jᵀ is singular, and b must be in its range
+        b = A @ A.T @ b
+    θ = {"w": torch.zeros(shape[1]).double()}
+    ng.LeastSquares(lambda θ: A @ θ["w"] - b, θ, structure=structure, step=rule, damping=λ).step()
+    torch.testing.assert_close(θ["w"], torch.linalg.pinv(A) @ b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(2, 24, 1), (2, 8, 8, 1)], ids=["wide", "deep"])
+@pytest.mark.parametrize("init", [None, nn.init.xavier_normal_, nn.init.kaiming_normal_, nn.init.orthogonal_])
+def test_the_default_converges_from_any_standard_initialisation(
+    init: Callable[[Tensor], Tensor] | None, sizes: tuple[int, ...]
+) -> None:
+    residuals = {
+        "interior": ng.Residuals(lambda net, x: ng.pde.laplacian(net, x) + 2 * math.pi**2 * solution(x), grid(7)),
+        "boundary": ng.Residuals(boundary, edges(7)),
+    }
+    for seed in range(5):
+        net = network(*sizes, seed=seed)
         for p in net.parameters():
             if init is not None and p.ndim == 2:
                 init(p)
-        result = ng.LeastSquares(poisson(7, 1.0), net).solve(max_steps=30)
+        result = ng.LeastSquares(residuals, net).solve(max_steps=30)
         x = grid(9)
-        assert (net(x) - solution(x)).norm() < 0.05 * solution(x).norm(), result.message
+        assert (net(x) - solution(x)).norm() < 0.02 * solution(x).norm(), (seed, result.message)
 
 
 def test_a_linear_fit_has_the_covariance_of_the_textbook() -> None:
@@ -214,6 +237,41 @@ def test_kronecker_factors_precondition_the_step() -> None:
     problem = ng.LeastSquares(residuals, net, structure=ng.Kronecker(), step=ng.GridSearch(), damping=1e-4)
     losses = [problem.step().loss for _ in range(20)]
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_kronecker_factors_of_one_layer_are_the_metric_of_all_classes() -> None:
+    """Of a linear layer with one output S is a number, so that A ⊗ S is G, whatever the weights of the classes."""
+    net, λ = network(2, 1), 1e-3
+    residuals = [
+        ng.Residuals(lambda net, x: net(x) - solution(x), grid(4), weight=0.3),
+        ng.Residuals(lambda net, x: net(x) - 1, edges(3), weight=5.0, reduction="sum"),
+    ]
+    gradient = torch.zeros(3).double()
+    G = λ * torch.eye(3).double()
+    for each, x, weight in zip(residuals, (grid(4), edges(3)), (0.3 / 16, 5.0), strict=True):
+        rows = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+        G += weight * rows.T @ rows
+        gradient += weight * rows.T @ each.function(net, x)[:, 0].detach()
+    before = flat(net)
+    ng.LeastSquares(residuals, net, structure=ng.Kronecker(), step=ng.Fixed(), damping=λ).step()
+    torch.testing.assert_close(before - flat(net), torch.linalg.solve(G, gradient), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense()], ids=["kernel", "dense"])
+@pytest.mark.parametrize("rule", [ng.GeodesicSearch(), ng.GeodesicCorrected(limit=9.0)], ids=repr)
+def test_the_step_bends_with_the_second_derivative_of_the_residuals(rule: StepRule, structure: Structure) -> None:
+    """δ = w − ½(JᵀJ + λ)⁻¹Jᵀr″ with r″ along w, which is exact where the residuals are quadratic."""
+    generator, λ = torch.Generator().manual_seed(0), 1e-2
+    A, Q, b = (torch.randn(*shape, generator=generator).double() for shape in ((6, 4), (6, 4, 4), (6,)))
+    θ = {"x": torch.zeros(4).double()}
+    problem = ng.LeastSquares(
+        lambda θ: A @ θ["x"] + 0.01 * (Q @ θ["x"]) @ θ["x"] - b, θ, structure=structure, step=rule, damping=λ
+    )
+    assert problem.step().accepted
+    inverse = torch.linalg.inv(A.T @ A + λ * torch.eye(4).double())
+    w = inverse @ A.T @ b
+    bend = -inverse @ A.T @ (0.01 * ((Q + Q.mT) @ w) @ w)
+    torch.testing.assert_close(θ["x"], w + 0.5 * bend, rtol=1e-9, atol=1e-9)
 
 
 def test_the_optimizer_makes_the_steps_of_the_problem_and_resumes() -> None:
