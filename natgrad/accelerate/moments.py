@@ -194,8 +194,8 @@ def counted_product(x: Tensor, ones: bool, counted: Tensor) -> tuple[Tensor, Ten
     i = x.shape[2]
     with_ones = ones and x.numel() <= _COPIED
     order = sorted((0, 1), key=x.stride, reverse=True)  # that of the memory
-    flat, kept = x.permute(*order, 2).reshape(-1, i), counted.permute(order).reshape(-1)
-    copy = keep_rows(flat, kept, multiplied(x, x.numel() * i), aligned_size(i + 1) if with_ones else i)
+    flat, mask = x.permute(*order, 2).reshape(-1, i), counted.permute(order).reshape(-1)
+    copy = keep_rows(flat, mask, multiplied(x, x.numel() * i), aligned_size(i + 1) if with_ones else i)
     if with_ones:
         total = _product_with_ones(copy, i)
         return total, total[-1, -1:]

@@ -48,8 +48,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, nonzero: Tensor) -> Tensor:
     return out
 
 
-def keep_rows(x: Tensor, kept: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """[m width] in another type: x [m d] beside ones where a row is ``kept`` [m], else 0, whatever x holds there.
+def keep_rows(x: Tensor, counted: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """[m width] in another type: x [m d] beside ones where a row is ``counted`` [m], else 0, whatever x holds there.
 
     >>> keep_rows(torch.tensor([[2.0], [torch.nan]]), torch.tensor([True, False]), torch.float32, 3)
     tensor([[2., 1., 1.],
@@ -57,14 +57,16 @@ def keep_rows(x: Tensor, kept: Tensor, dtype: torch.dtype, width: int) -> Tensor
     """
     m, d = x.shape
     out = x.new_empty(m, width, dtype=dtype)
-    if not _suits(x, kept):
-        out[:, d:] = kept.unsqueeze(1)
-        # x where kept > ½, else 0, rounded on the way.
-        torch.ops.aten.threshold_backward.grad_input(x, kept.unsqueeze(1), 0.5, grad_input=out[:, :d])
+    if not _suits(x, counted):
+        out[:, d:] = counted.unsqueeze(1)
+        # x where counted > ½, else 0, rounded on the way.
+        torch.ops.aten.threshold_backward.grad_input(x, counted.unsqueeze(1), 0.5, grad_input=out[:, :d])
         return out
     columns, rows = _block(width)
     with torch.cuda.device(x.device):
-        _keep[(triton.cdiv(m, rows),)](x, kept.view(torch.uint8), out, m, d=d, width=width, rows=rows, columns=columns)
+        _keep[(triton.cdiv(m, rows),)](
+            x, counted.view(torch.uint8), out, m, d=d, width=width, rows=rows, columns=columns
+        )
     return out
 
 
@@ -115,10 +117,10 @@ if triton is not None:
             some = tl.maximum(some, tl.max((value != 0.0).to(tl.int32), 1))
         tl.store(nonzero + row, some.to(tl.uint8), mask=row < m)
 
-    @triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["kept"])  # type: ignore[untyped-decorator]
-    def _keep(x, kept, out, m, d: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["counted"])  # type: ignore[untyped-decorator]
+    def _keep(x, counted, out, m, d: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0) * rows + tl.arange(0, rows)
-        counts = tl.load(kept + row, mask=row < m, other=0) != 0
+        counts = tl.load(counted + row, mask=row < m, other=0) != 0
         for start in tl.static_range(0, width, columns):
             column = start + tl.arange(0, columns)
             read = counts[:, None] & (column < d)[None, :]
