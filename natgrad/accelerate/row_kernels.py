@@ -7,7 +7,6 @@ Linux and compiles with the C compiler of the system, torch's operations do the 
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -23,6 +22,7 @@ _log = logging.getLogger("natgrad")
 _ENTRIES = 4096  # of a matrix that one program reads at once
 _COLUMNS = 1024  # the same, of a row
 _MOST = 2**30  # entries that 32 bits can count, with a column of ones beside them
+_COMPILES: dict[torch.device, bool] = {}  # what was tried so far
 _ALIGNMENT = 16  # bytes: what lies there is read as whole vectors
 
 
@@ -82,11 +82,16 @@ def _suits(x: Tensor, flags: Tensor) -> bool:
     return plain and _compiles(x.device)
 
 
-@functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether there is a Triton that compiles for the device."""
-    if triton is None or torch.cuda.is_current_stream_capturing():
-        return False
+    """Whether there is a Triton that compiles for the device; a captured graph is no place to try it."""
+    if device not in _COMPILES:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _COMPILES[device] = triton is not None and _try_out(device)
+    return _COMPILES[device]
+
+
+def _try_out(device: torch.device) -> bool:
     try:
         with torch.cuda.device(device):
             x, flags = torch.zeros(1, 1, device=device), torch.ones(1, dtype=torch.uint8, device=device)

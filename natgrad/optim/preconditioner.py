@@ -151,7 +151,9 @@ class Preconditioner:
 
     def joins_step(self, G: Operator, damping: Damping) -> bool:
         """Whether the inverse of G can be computed inside of a captured step: ``prepare_in_step``."""
-        if self.inverse is None or self.freshness is not None or self.unseen or damping == 0:
+        if self.inverse is None or self.freshness is not None or self.unseen:
+            return False
+        if damping != self.damping or damping == 0:  # a number in the graph, where a schedule would need many graphs
             return False
         if self._joined is not None and self._joined[0] is G and self._joined[1] is self.inverse:
             return True  # as in the last step
