@@ -132,10 +132,24 @@ NAMES_OF_RACERS = {
     "natural": "**`ng.Natural`**",
     "natural-every-25": "`ng.Natural(inverse_every=25)`",
     "natural-every-25-kl": '`ng.Natural(fit="kl", inverse_every=25)`',
-    "natural-power-100": "`ng.Natural(power=1.0)`",
-    "natural-momentum-95": "`ng.Natural(momentum=0.95)`",
-    "natural-kl": '`ng.Natural(fit="kl")`',
-    "natural-decay-90": "`ng.Natural(decay=0.9)`",
+    **{
+        f"natural-{name}": f"`ng.Natural({arguments})`"
+        for name, arguments in {
+            "power-25": "power=0.25",
+            "power-75": "power=0.75",
+            "power-100": "power=1.0",
+            "momentum-95": "momentum=0.95",
+            "kl": 'fit="kl"',
+            "decay-90": "decay=0.9",
+            "decay-98": "decay=0.98",
+            "damping-1": "damping=ng.Relative(0.1)",
+            "damping-3": "damping=ng.Relative(1e-3)",
+            "rms-20": "rms=0.2",
+            "not-polar": "polar=False",
+            "fisher": "metric=ng.Fisher(…, samples=1)",
+            "own": "metric=ng.Empirical()",
+        }.items()
+    },
     "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
     **{
         f"whole-polar{name}": f'`ng.Natural(factors="whole", fit="kl", momentum=0.95, rms=0.2{arguments})`'

@@ -309,6 +309,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, grads: Mapping[str, Tensor], loss_at: Loss | None) -> None:
+        """ω from the gradients, G from the tracker, the step rule with the inverse of G, then ``commit`` of G."""
         self.tracker.loss_check.report()
         if self.tracker.step == 0:
             for of_param in self.state.values():
@@ -354,8 +355,9 @@ class NaturalGradient(torch.optim.Optimizer):
     ) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
 
-        ``grads``: also of the parameters of AdamW. ``idle``: parameters that do not move by the metric. ``average``:
-        what adds the gradient to the moving average of the metric, with its weight, if that is a part of the step.
+        ``grads``: also of the parameters that AdamW steps. ``idle``: parameters that the metric does not move in this
+        step. ``average``: what adds the gradient to the moving average of the metric, with its weight, if that is a
+        part of the step.
         """
         flag, adamw = self.flag, self._adamw()
         invert = self.preconditioner.prepare_in_step(damping) if average is not None else None
@@ -397,7 +399,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @property
     def _adamw_members(self) -> Members:
-        """Those of the fallback, and those that it takes over from the metric, which does not see them."""
+        """The parameters that AdamW steps, by group: those of the fallback, and those that it takes over.
+
+        It takes over the parameters that the loss does not reach through the outputs (``tracker.outside``).
+        """
         taken = self.tracker.outside & self._backed
         if not taken:
             return self._members_of_adamw
@@ -405,7 +410,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return [[*by_adamw, *(pair for pair in others if pair[0] in taken)] for by_adamw, others in pairs]
 
     def _graph_key(self) -> Hashable:
-        """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
+        """The key of a captured step: all that it depends on, except for gradients and learning rates."""
         # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
         states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
         addresses = *map(Tensor.data_ptr, self._params.values()), *map(Tensor.data_ptr, states)
@@ -482,13 +487,13 @@ class NaturalGradient(torch.optim.Optimizer):
         return step
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The gradients of the parameters that have one, by name."""
         grads = {name: grad for name, p in self._params.items() if (grad := p.grad) is not None}
         refuse_sparse(grads)
         return grads
 
     def _differential(self, grads: Mapping[str, Tensor]) -> tuple[Covector, frozenset[str]]:
-        """The gradient, with zeros where there is none, and the parameters that have none."""
+        """ω, with zeros for parameters without a gradient, and the names of these parameters."""
         params = self.tracker.model.params
         without: list[str] = []
         if len(grads) < len(self._params):
@@ -500,10 +505,11 @@ class NaturalGradient(torch.optim.Optimizer):
         return Covector({name: grads[name] for name in params}), frozenset(without)
 
     def _without_metric(self, ω: Covector, names: frozenset[str], estimated: bool) -> frozenset[str]:
-        """Parameters with a gradient that no estimate of the metric has seen: in a metric of 0 they would move by ω/λ.
+        """``names``: parameters with a gradient that are in no estimate. G is 0 there, and their step would be ω/λ.
 
-        If the metric was estimated in this step, their gradient does not come through the outputs: the fallback steps
-        them, or nobody does. Else a pass has used them for the first time; they wait for an estimate.
+        If the metric was estimated in this step, the loss reaches them, but not through the outputs: AdamW steps them
+        if it is their fallback, otherwise they do not move. If it was not, a pass has used them for the first time:
+        they do not move until the metric has been estimated with them.
         """
         tracker = self.tracker
         if not names:
@@ -522,7 +528,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return names
 
     def _name_outside(self, ω: Covector, names: Sequence[str]) -> None:
-        """Name once the parameters that the loss reaches past the outputs; a gradient of zeros is that of no loss."""
+        """Warn once of parameters that the loss reaches, but not through the outputs. Zero gradients do not count."""
         new = [name for name in names if (name, _OUTSIDE) not in self._logged]
         if not new or not (named := [name for name in new if bool(ω[name].any())]):
             return
@@ -537,7 +543,10 @@ class NaturalGradient(torch.optim.Optimizer):
         _log.warning(message)
 
     def _metered(self, ω: Covector, idle: frozenset[str]) -> Covector:
-        """The gradient with zeros where the metric sees nothing, in memory that stays."""
+        """ω, with zeros for parameters that have a gradient and are not moved by the metric (``idle``).
+
+        The zeros are cached: a captured step must find them at the same address.
+        """
         blind = [name for name in idle if self.tracker.model.params[name].grad is not None]
         if not blind:
             return ω
@@ -574,7 +583,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return state
 
     def _fill(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Zeros where a step would put momentum, in the states of parameters that have made none."""
+        """Put zeros where the first step would put momentum, into the states of parameters without momentum."""
         for group, members in zip(self.param_groups, self._members, strict=True):
             for name, p in members:
                 if group["momentum"] and "momentum" not in states[name]:
@@ -583,7 +592,11 @@ class NaturalGradient(torch.optim.Optimizer):
             begin_moments(states[name], p)
 
     def _prepared(self) -> bool:
-        """Whether this is the step by which torch makes a state to load into: rates and gradients are zero, no pass."""
+        """Whether this call of ``step`` is that of ``torch.distributed.checkpoint``; if so, fill the state with zeros.
+
+        Before it loads a state, it calls ``step`` once with zero gradients and zero learning rates, so that the
+        optimizer creates the tensors to load into. There was no forward pass, and there is nothing to estimate.
+        """
         began = self.tracker.step or self.state or self.tracker.has_estimate or self.tracker.awaits_backward
         if began or any(float(group["lr"]) for group in self.param_groups):
             return False
@@ -596,7 +609,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return True
 
     def _mark(self) -> None:
-        """A flat state of ``torch.distributed.checkpoint`` is loaded by the names that the state has already."""
+        """Create the keys of the state: ``torch.distributed.checkpoint`` loads a flat state by existing keys only."""
         for p in self._params.values():
             self.state[p].setdefault("natgrad", {})
 
@@ -625,11 +638,14 @@ class NaturalGradient(torch.optim.Optimizer):
 @final
 @dataclass(frozen=True)
 class _Plain:
-    """A plain step. The velocities of groups with momentum on steps are their momenta, until the next step."""
+    """The report of a plain step, from which ``last`` computes the displacement.
+
+    Groups with momentum on steps are not in ``velocity``: their velocities are the momenta in the state.
+    """
 
     rates: Sequence[Rate]  # of every group
     idle: frozenset[str]  # parameters that did not move by the metric
-    velocity: Mapping[str, Tensor]  # of the other groups
+    velocity: Mapping[str, Tensor]  # of the groups without momentum on steps
     damping: float
 
 

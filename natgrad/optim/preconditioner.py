@@ -1,4 +1,4 @@
-"""The cached inverse of the metric: when it is made again, and what happens where that fails."""
+"""The cached inverse of the metric: when it is computed again, and what happens if that fails."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _log = logging.getLogger("natgrad")
 
 @final
 class Preconditioner:
-    """(G + λ)⁻¹, which a solver makes again when the schedule says so, if G or λ has changed.
+    """(G + λ)⁻¹, which a solver computes again when the schedule says so, if G or λ has changed.
 
-    ``world``: the processes that share the work. ``power_share`` s: a step rule needs (G + λ)^-sp of a metric G^p.
+    ``world``: the processes that share the work. ``power_share`` s: the step rule needs (G + λ)^-sp of a metric G^p.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Preconditioner:
 
     @contextmanager
     def attempt(self, G: Operator, damping: Damping, step: int, *, changed: bool) -> Iterator[Operator]:
-        """One step, with a metric that has ``changed`` since the last one or not. If it fails, the inverse is restored.
+        """The context of one step. If the step raises, the last inverse is restored.
 
-        Gives G, with the parts that are amortised over many estimates (a basis) computed again if the inverse is due.
-        An inverse that was made in the memory of the last one cannot be restored: it is then due again.
+        ``changed``: the metric is not that of the last step. Gives G; if the inverse is due, with a new basis, for
+        structures that have one. An inverse that was overwritten cannot be restored: it is due again in the next step.
         """
         if self.freshness is not None:
             self.freshness.read(step)
@@ -85,7 +85,7 @@ class Preconditioner:
             self._operator = None
 
     def _begin(self, G: Operator, damping: Damping, changed: bool) -> Operator:
-        """G, with its basis computed again if that and the inverse are due; or its drift is on the way to the host."""
+        """G, with a new basis if inverse and basis are due. If the inverse is not, start to measure how far G moved."""
         if self.due(damping):
             if self.freshness is not None:
                 self.freshness.begin()
@@ -100,10 +100,10 @@ class Preconditioner:
         return G.informed(self.inverse, self.damping) if new and self.inverse is not None else G
 
     def due(self, damping: Damping) -> bool:
-        """Whether the inverse is made again in this step.
+        """Whether the inverse is computed again in this step.
 
-        That of a layer which no pass had used before is zero: where its first gradient comes, the layer would stand
-        still until the schedule says so.
+        It is if a layer is used for the first time: its inverse is zero, and until the next inversion of the schedule
+        the layer would not move.
         """
         if self.inverse is None or self._grown or (self.solver.doubtful and self.world.size == 1):
             return True
@@ -118,7 +118,7 @@ class Preconditioner:
         return G if self.power_share == 1 else G.with_power(self.power_share * G.power)
 
     def prepare(self, damping: Damping) -> Inverse:
-        """(G + λ)⁻¹, made again if that is due. A factorisation that fails leaves the last one, and says so once."""
+        """(G + λ)⁻¹, computed again if that is due. If that fails, the last one is used, and a warning says so once."""
         last, G = self.inverse, self._operator
         if last is not None and not self.due(damping):
             return last
@@ -210,7 +210,7 @@ class Preconditioner:
         return v.map(torch.clone) if self.inverse.remembers else v
 
     def sharp_apart(self, ω: Covector) -> Vector:
-        """As ``sharp``, of a covector unlike the gradient: an iterative solver does not start from its solution."""
+        """(G + λ)⁻¹ω of a covector unlike the gradient: an iterative solver does not start the next solve from it."""
         assert self.inverse is not None
         with full_precision(self._device):
             return copy.copy(self.inverse).sharp(ω)

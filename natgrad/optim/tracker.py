@@ -340,7 +340,7 @@ class MetricTracker:
         return NO_COTANGENT if self._waiting else NOTHING_SEEN
 
     def commit(self, operator: Operator, estimated: bool) -> None:
-        """A step has succeeded with this operator, which was ``estimated`` for it or not."""
+        """After a step that succeeded: the operator becomes the average. ``estimated``: it is new in this step."""
         unseen = self.unseen(operator)
         self.pending_params, self.outside = self.pending_params & unseen, self.outside & unseen
         if self._unreached is not None:
@@ -371,7 +371,7 @@ class MetricTracker:
     # Parameters that the metric knows nothing of.
 
     def unseen(self, G: Operator) -> frozenset[str]:
-        """The parameters that no estimate in G has seen: the outputs did not depend on them."""
+        """The parameters that the outputs did not depend on in any estimate in G."""
         never = self._never_reached
         if not never:
             return G.unseen
@@ -522,10 +522,10 @@ class MetricTracker:
         return AtStep(self.step)
 
     def before_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
-        """A forward pass begins, ``compiled`` or not.
+        """Before a forward pass of the user, ``compiled`` or not: if the metric is due, start to record the pass.
 
-        A metric with targets sees the batches of ``refresh`` only, which have them. A pass inside a backward pass is
-        the recomputation of an earlier one (activation checkpointing).
+        Among others, these passes are ignored: passes without gradients, passes after ``refresh``, all passes if the
+        metric gets its targets by ``refresh``, and passes inside a backward pass, which recompute activations.
         """
         if in_library_pass():
             return
@@ -565,7 +565,7 @@ class MetricTracker:
             self._handle = self.module.register_forward_hook(self._after_pass, with_kwargs=True, always_call=True)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the pass that begins ahead of it. The pass itself draws the same random numbers again."""
+        """Record an eager pass of our own before the user's compiled pass, which draws the same random numbers."""
         raw = None
         try:
             with library_pass(), untouched(self.module), eager(self.module):
@@ -577,6 +577,7 @@ class MetricTracker:
                 set_rng_state(self.model.example.device, self._rng_state)
 
     def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> Any:
+        """The forward hook of a recorded pass, which has returned ``raw``; None if it raised."""
         if self._handle is not None and in_library_pass():
             return None  # another optimizer runs a pass of its own inside the one that is recorded
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
@@ -592,6 +593,10 @@ class MetricTracker:
             return None
 
     def _finish_pass(self, x: Arguments, raw: Any, recorder: Recorder, of_user: bool) -> Any:
+        """Make the tape, and estimate the metric now, or later if it waits for the user's loss.
+
+        Returns what the user gets in place of ``raw``, or None for no change. ``of_user``: the pass is the user's own.
+        """
         try:
             if raw is None:  # the forward pass raised
                 return None
@@ -615,6 +620,7 @@ class MetricTracker:
         return changed
 
     def _estimate(self, batch: Batch, tape: Tape, observer: Observer | None = None) -> None:
+        """Estimate the metric from a recorded pass: ``_assemble`` makes the pullback, ``_add`` the estimate."""
         observer = observer or self.observer
         try:
             with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
@@ -629,7 +635,7 @@ class MetricTracker:
             self._keep_problem(error)
 
     def _keep_problem(self, error: Exception) -> None:
-        """Of several processes one that raised in a pass would leave the others waiting in theirs: ``step`` raises."""
+        """Keep an error of a pass until ``step``, where all processes raise: now the others would wait for this one."""
         if self._chooses_basis:
             self._agreed = True
             self.world.agree(error)
@@ -715,6 +721,7 @@ class MetricTracker:
         return self.average is not None or self.fresh is not None
 
     def _assemble(self, batch: Batch, tape: Tape, observer: Observer) -> Pullback:
+        """The pullback of a recorded pass, all examples at once."""
         n, fleeting = tape.y.shape[0], self._absorbs()
         return observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
 
@@ -751,6 +758,7 @@ class MetricTracker:
         return recorder
 
     def _add(self, pb: Pullback) -> None:
+        """Estimate the metric from this pullback, into the average or into ``fresh``."""
         if pb.model is not self.model and pb.model.heads == self.model.heads:
             self.use_model(pb.model)
         self.batch, self._metric_of_pass = pb.batch, pb.metric
@@ -770,12 +778,12 @@ class MetricTracker:
         pb.tapes.clear()  # the graph belongs to the user's backward pass
 
     def _absorbs(self) -> bool:
-        """Whether estimates go into the average at once. Several processes must join theirs before."""
+        """Whether an estimate goes into the average at once, in place. Several processes must join theirs before."""
         alone = self.fresh is None and self.world.size == 1
         return alone and self.average is not None and self.structure.in_place
 
     def _hold(self, pb: Pullback) -> None:
-        """Average with the other estimates of this step."""
+        """Estimate the metric, and average it with the other estimates of this step, in ``fresh``."""
         like = self.fresh or self.average
         estimate = self.structure.estimate(pb, like)
         if self._chooses_basis:

@@ -1,4 +1,4 @@
-"""From a natural gradient to parameters and momentum that have changed."""
+"""From the natural gradient to new parameters and momentum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step
 
 
 def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups that cover every trainable parameter once; those nobody named come first."""
+    """Parameter groups that cover every trainable parameter once. Parameters in no given group form the first one."""
     names = {id(p): name for name, p in model.params.items()}
     given = []
     for group in groups:
@@ -118,7 +118,7 @@ class MovingGroup:
         return {name: state["momentum"] for name, state in states if "momentum" in state}
 
     def remember(self, values: Sequence[Tensor], gate: Tensor | None) -> None:
-        """m ← the velocities, which are overwritten; on gradients m ← μm + (1 − μ)ω."""
+        """On steps m ← ``values``, the velocities, which are overwritten; on gradients m ← μm + (1 − μ)·``values``."""
         for p in self.params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
@@ -184,7 +184,7 @@ class ParamUpdate:
         return out
 
     def velocity(self, params: Mapping[str, Tensor]) -> Vector | None:
-        """The velocity that the last step left: zero where there is none; None where there is none at all."""
+        """The momentum after the last step, zero for parameters without one; None if no parameter has one."""
         if self.momentum_on == "gradients":
             return None
         momenta = {name: self.state.get(p, {}).get("momentum") for name, p in params.items()}
@@ -272,7 +272,7 @@ def plain_step(
 
     On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
     there, the old values stay, and the kernels can be captured. ``beside``: gradients that are not in ω and must be
-    finite, too. Returns the velocities that are no momentum, and are kept nowhere else.
+    finite, too. Returns the velocities of groups whose velocity is not their momentum, for ``NaturalGradient.last``.
     """
     asynchronous = is_asynchronous(next(iter(ω.values())).device)
     if beside and not asynchronous:
@@ -361,7 +361,7 @@ def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> N
 
 
 def _farthest(velocity: dict[str, Tensor], rates: Sequence[tuple[Sequence[str], Rate]]) -> Mapping[str, Tensor]:
-    """m, or −lr·m where that may leave the range of its precision though m does not."""
+    """What is checked for overflow: m, or −lr·m where it may overflow though m does not (lr > 1, float16)."""
     longer = any(not isinstance(rate, Tensor) and abs(rate) > 1 for _, rate in rates)
     half = any(t.dtype is torch.float16 for t in velocity.values())
     return displacement(rates, velocity, velocity) if longer or half else velocity

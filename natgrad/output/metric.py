@@ -69,7 +69,7 @@ class OutputMetric(ABC):
         return self
 
     def of_sum(self) -> OutputMetric:
-        """That of −Σ log p, in which every term counts in full, for a metric of a loss that is reduced otherwise."""
+        """For a metric of a loss with a reduction: the metric of the sum −Σ log p over all terms, without it."""
         return self
 
     @property
@@ -79,14 +79,15 @@ class OutputMetric(ABC):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether targets can leave out all terms of an example: by an ignored label, a mask, a weight of zero."""
+        """Whether targets can exclude all terms of an example (an ignored label, a mask, a weight of zero)."""
         return True
 
     @property
     def awaits(self) -> nn.Module | bool:
-        """Whether an optimizer waits with a pass for the user's own loss, which says what the metric must know.
+        """Whether an optimizer must see the user's own loss before it can estimate the metric of a pass.
 
-        True: its cotangent at the outputs does. A module: a call of this loss on the outputs does, by its targets.
+        True: it waits for the cotangent of the loss at the outputs. A module: it also waits for a call of this loss
+        on the outputs, whose targets it takes.
         """
         return False
 
@@ -96,7 +97,7 @@ class OutputMetric(ABC):
         return (self.awaits,) if isinstance(self.awaits, nn.Module) else ()
 
     def lacks(self, target: Any) -> bool:
-        """Whether the metric needs targets, and these are not all."""
+        """Whether the metric needs targets that are missing in ``target``."""
         return self.needs_target and target is None
 
     @property
@@ -140,10 +141,10 @@ class OutputMetric(ABC):
         return self.root(y, target, generator)
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
-        """The target as ``flat``, ``root`` and ``divergence`` at any range of these examples y [n *out] take it.
+        """The target as ``flat``, ``root`` and ``divergence`` take it, which may be cut into ranges of examples.
 
-        Metrics of a loss count here the terms of the whole batch: those of the targets or, without them, those that
-        ``cotangent`` [n *out] reaches, which is what the user's own loss sends into the outputs.
+        Metrics of a loss count the terms of the whole batch y [n *out] here: those of the targets or, without targets,
+        those with a nonzero ``cotangent`` [n *out], the gradient of the user's own loss with respect to the outputs.
         """
         return target
 

@@ -146,19 +146,19 @@ class FactorSink(ABC):
 
     @abstractmethod
     def put(self, b: int, side: Side, moment: Moment) -> None:
-        """S or A of layer number b; A comes first."""
+        """S or A of layer number b, in any order; of a stacked layer (``Rule.stacked``) A comes first."""
 
-    def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
-        """Nothing is held back any longer."""
+    def flush(self) -> None:  # noqa: B027 - a sink without a buffer has nothing to do
+        """Write what is still buffered."""
 
     @property
     def weight(self) -> Scalar:
-        """Of all that arrives."""
+        """The weight of the factors in the moving average."""
         return 1.0
 
     @property
     def address_key(self) -> Hashable:
-        """Where captured kernels write, or None where nothing may be captured."""
+        """The key of the memory that captured kernels write to; None if nothing may be captured."""
         return None
 
     def with_weight(self, weight: Scalar) -> FactorSink:
@@ -291,10 +291,11 @@ def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
 
 @final
 class ReachedPositions:
-    """Which positions a cotangent has reached, layer by layer as the backward pass comes to them.
+    """Masks of the positions that a cotangent has reached, layer by layer as the backward pass comes to them.
 
-    Layers that read one tensor count the same positions: a cotangent must have reached one of them. The query of a
-    token that sees one key has none, up to rounding. So their A waits until all of them have their cotangents.
+    Layers that read the same tensor (query, key and value) count the same positions: those that a cotangent has reached
+    in at least one of these layers. (The query of a token that sees only one key has no cotangent, up to rounding.) So
+    A of such layers is computed when all of them have their cotangents.
     """
 
     def __init__(self, tape: Tape, layers: Mapping[int, Block]) -> None:
@@ -318,9 +319,9 @@ class ReachedPositions:
         self._new += there
 
     def take(self, *, whole: bool) -> dict[int, tuple[Tensor, ...]]:
-        """Masks [n r] by the numbers of layers: a position counts where one of them is true; where there is none, all.
+        """The masks [n r] of layers, by number: a position counts if any mask is true. Without a mask all count.
 
-        ``whole``: only of layers that need not wait for others, or else of all that a cotangent has come to.
+        ``whole``: only of layers whose masks are complete. Otherwise of all layers that have their cotangents.
         """
         taken: dict[int, tuple[Tensor, ...]] = {}
         for b in self._new if whole else self._there:
@@ -355,12 +356,12 @@ def _only_read(tape: Tape, layer: Block) -> tuple[int, int] | None:
 @final
 @dataclass(frozen=True)
 class LayerFactors:
-    """The layers, what becomes of their positions, and what couples the n examples.
+    """Computes A and S of one layer at a time, and puts them into a sink.
 
-    Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
-    are those of a loss that is a mean over the examples, 1/n of those of a root. ``inputs_only``: S is the identity.
-    ``several``: the numbers of the layers of which not all positions need count (``several_positions``). ``weights``:
-    1 for examples that count, else 0 [n]; None where all do.
+    Cotangents are those of the root s, and S is divided by n here. ``several``: the numbers of the layers in which some
+    positions may not count (``several_positions``). ``weights`` [n]: 1 for examples that count, else 0; None if all
+    count. ``relation``: what couples the n examples. ``of_mean``: the cotangents are those of a loss that is a mean
+    over the examples, 1/n of those of a root. ``inputs_only``: S is the identity.
     """
 
     blocks: tuple[Block, ...]
@@ -381,9 +382,9 @@ class LayerFactors:
 
     @cached_property
     def together(self) -> frozenset[int]:
-        """The layers whose A is made with S, because one factor scales or weighs the other.
+        """The layers whose A and S are computed together, because one factor scales or weighs the other.
 
-        That of a tied weight is, and the nearest in KL divergence; with a coupling both factors have one scale.
+        These are tied weights, factors that are fitted in KL divergence, stacks of experts and, with a coupling, all.
         """
         if self.inputs_only:
             return frozenset()
@@ -396,7 +397,7 @@ class LayerFactors:
 
     @cached_property
     def after(self) -> frozenset[int]:
-        """Those whose A is made when the cotangents have come, though not with S: not all positions need count."""
+        """The layers whose A is computed after S: the cotangents tell which positions count."""
         return frozenset() if self.inputs_only else self.several - self.together
 
     @cached_property
@@ -409,7 +410,7 @@ class LayerFactors:
         return ReachedPositions(tape, {b: self.blocks[b] for b in sorted(self.after)})
 
     def put_inputs(self, b: int, tape: Tape, sink: FactorSink, count: Scalar | None = None) -> None:
-        """A, unless it is late. ``count``: where it is a tensor, so many positions are real, and the others zero."""
+        """A, unless it is late. ``count``: if it is a tensor, the number of positions that are not padding."""
         if b in self.late:
             return
         kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
@@ -423,7 +424,7 @@ class LayerFactors:
         sink.put(b, "A", self._input_moment(tape.inputs(self.blocks[b]), self.blocks[b], there))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink, there: Tensor | None = None) -> None:
-        """S and, where it is made with it, A. ``there`` [n r] is set to the positions that count, if it is given."""
+        """S, and A of layers in ``together``. Writes the mask of positions that count to ``there`` [n r], if given."""
         block = self.blocks[b]
         if b not in self.together:
             sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block), there)))
@@ -472,10 +473,12 @@ class LayerFactors:
 @final
 @dataclass(frozen=True)
 class CapturedKernels:
-    """The factors of layers whose rules are ``capturable`` from CUDA graphs, where there are any; else one by one.
+    """Computes the factors of all layers: in CUDA graphs if rules are ``capturable``, otherwise layer by layer.
 
-    There is one graph for the inputs, whose memory is free again before there are cotangents. These have one or, where
-    they are large, several: what has been used is forgotten.
+    On a CPU there are no graphs: ``inputs``, ``outputs`` and ``inputs_after`` call ``LayerFactors`` for every layer.
+
+    There is one graph for the inputs, whose memory is free again before there are cotangents. The cotangents have one
+    graph or, if they are large, several: those that have been used are freed.
 
     Where every batch has another size, no address comes again. Then the rows of all examples are padded with zeros to
     one of few sizes: zero rows add nothing to Σ a aᵀ and Σ g gᵀ, and the true counts are scalars of the graph. Indices
@@ -514,7 +517,7 @@ class CapturedKernels:
                 self.layers.put_inputs(b, self.tape, self.sink)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers, and A of those that have waited for nothing else."""
+        """S of these layers, and A of the layers in ``after`` whose masks are now complete."""
         captured = [b for b in numbers if b in self._capturable]
         at_uses, key = self._uses_and_key("S", captured)
         if self._unsettled(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
@@ -565,7 +568,7 @@ class CapturedKernels:
         return None if mask is None else at_fixed_address(self.tape.memo, ("reached", block.names), mask)
 
     def inputs_after(self) -> None:
-        """A of the layers that still wait for others, when no more cotangents will come."""
+        """A of the layers in ``after`` that are left when the backward pass has ended."""
         self._inputs_after(self.reached_positions.take(whole=False))
 
     def _inputs_after(self, there: Mapping[int, tuple[Tensor, ...]]) -> None:
@@ -1004,9 +1007,9 @@ class BackwardHooks:
 
 
 def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:
-    """The uses that can be consumed in a hook, and those of them with which there is no more room.
+    """The uses that can be consumed in a hook, and those of them at which more than ``room`` bytes are waiting.
 
-    Cached by the kind of graph, as the search is long. A backward pass comes to the layers from the last one on.
+    The first is cached by the kind of graph, because the search is slow. A backward pass starts at the last layer.
     """
     key = ("early", tuple(block.names for block in blocks))
     if key not in tape.memo:

@@ -112,7 +112,7 @@ class Root:
         return ranges(*chunk, max(1, limit // (self.columns * d)))
 
     def _whole_root(self) -> Tensor | None:
-        """The root of all examples, where they have one only together."""
+        """The stored root of all examples, computed now if it cannot be computed for a range; None if it can."""
         if self.stored is None and self._alone is None:
             self.stored = root_at(self.metric, self.y, self.target, None, self.check)
         return self.stored
@@ -121,7 +121,7 @@ class Root:
         """Refuse, before it is made, a root that exceeds the memory bound."""
         d, bytes_each = self.y.shape[1:].numel(), self.y.element_size()
         if n * d**2 * bytes_each <= self.memory:
-            return  # as good as certain: no metric that ships has many more columns than outputs
+            return  # nearly certain: no metric of the library has many more columns than outputs
         needed = n * self.columns * d * bytes_each
         if needed > self.memory:
             what = "an example" if n == 1 else f"{n} examples that cannot be cut apart"
@@ -133,7 +133,7 @@ class Root:
 
     @cached_property
     def _alone(self) -> int | None:
-        """K at one example; None for a metric or targets that were made for one batch and know only all of it."""
+        """K of the root at one example; None if metric or targets are defined for the whole batch only."""
         n = self.y.shape[0]
         if not all(t.ndim and t.shape[0] == n for t in tensors_of(self.target)):
             return None
@@ -174,7 +174,7 @@ def root_at(
 
 
 def flat_at(metric: OutputMetric, y: Tensor, u: Tensor, target: Any) -> Tensor:
-    """h u [n *out], of the right shape and finite: what stands for the root's checks where no root is made."""
+    """h u [n *out], of the right shape and finite: the checks of ``root_at``, for structures that need no root."""
     with torch.no_grad(), full_precision(y.device):
         hu = metric.flat(y, u, target)
     if hu.shape != y.shape:

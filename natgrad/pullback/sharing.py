@@ -1,4 +1,4 @@
-"""Weight sharing in K-FAC: which positions of an example count, and what becomes of them in the two factors."""
+"""Weight sharing in K-FAC: which positions of an example count, and how they enter the two factors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = 16384  # rows of a factor that is kept whole: 1 GiB in single precisio
 @final
 @dataclass(frozen=True)
 class Sharing:
-    """What becomes of the positions r of an example that share a weight, and of factors that are too large.
+    """How the positions r of an example that share a weight enter A and S, and which factors are kept diagonal.
 
         expand:  A = Σ_nr a aᵀ/(N·R),              S = Σ_kn Σ_r g gᵀ/N        (Grosse and Martens 2016)
         reduce:  A = Σ_n ā āᵀ/N, ā = mean_r a,     S = Σ_kn ĝ ĝᵀ/N, ĝ = Σ_r g (Eschenhagen et al. 2023)
@@ -43,14 +43,14 @@ class Sharing:
         return g.reduced("sum") if self.how == "reduce" else g
 
     def input_moment(self, shared: Features, block: Block) -> Moment:
-        """A of a layer before its division, from ``inputs``."""
+        """The sum of A, before it is divided by the count, from ``inputs``."""
         return shared.squares() if self.only_diagonal(block)[0] else shared.moment()
 
     def counted_moment(self, a: Features, block: Block, there: Tensor | None, weights: Tensor | None) -> Moment:
-        """A of a layer before its division, from its inputs.
+        """The sum of A, before it is divided by the count, from the inputs of a layer.
 
-        ``there``: the positions that count [n r] (``reached``). ``weights``: of the examples [n], 1 where they count.
-        The sum over positions needs only the first: an example that does not count has no position that does.
+        ``there`` [n r]: the positions that count (``reached``). ``weights`` [n]: 1 for examples that count, else 0.
+        With "expand", ``there`` is enough: an example that does not count has no position that does.
         """
         shared = self.inputs(a if there is None else a.only(there))
         if weights is None or (there is not None and self.how == "expand"):
@@ -58,11 +58,11 @@ class Sharing:
         return self.input_moment(shared.scaled(weights), block).over(shared.count(weights))
 
     def output_moment(self, shared: Features, block: Block) -> Moment:
-        """S of a layer before its division, from ``outputs``."""
+        """The sum of S, before it is divided by N, from ``outputs``."""
         return shared.squares() if self.only_diagonal(block)[1] else shared.moment()
 
     def marked_output_moment(self, g: Features, block: Block, there: Tensor) -> Moment:
-        """The same from cotangents; ``there`` [n r] is set to the positions that count (``reached``)."""
+        """``output_moment`` from the cotangents of a layer. Writes the positions that count to ``there`` [n r]."""
         if self.how == "expand" and not self.only_diagonal(block)[1]:
             return g.marked_moment(there)
         mask = reached(g, block)
@@ -71,11 +71,11 @@ class Sharing:
 
 
 def reached(g: Features, block: Block) -> Tensor | None:
-    """Where the positions of a layer count, [n r]: those to which a cotangent comes. None where all do.
+    """The mask [n r] of the positions of a layer that count: those with a cotangent that is not zero. None if all do.
 
-    A padded token, an ignored label and a token that no head reads receive a cotangent that is exactly zero. They add
-    nothing to G = Σ (Σ_r g aᵀ)(Σ_r g aᵀ)ᵀ, whatever the batch is padded to, and are to add nothing to A either. Pixels
-    all count, and so does the only position of an example.
+    A padded token, an ignored label and a token that no head reads have a cotangent that is exactly zero. They add
+    nothing to G = Σ (Σ_r g aᵀ)(Σ_r g aᵀ)ᵀ, and so must add nothing to A: otherwise A would depend on the length that a
+    batch is padded to. Pixels all count, and so does the only position of an example.
     """
     assert block.rule is not None
     return None if g.shape[-3] == 1 or block.rule.pixels else g.reached()

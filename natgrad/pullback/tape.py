@@ -237,6 +237,7 @@ class Recorder:
         return Tape(y, tuple(uses), self.statistics, operations=recorded, leaves=self._model.params, shapes=shapes)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The forward hook of a layer: append a ``Use``. The output is replaced only if it was cloned (``apart``)."""
         if self._of_user and in_library_pass():
             return None
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
@@ -392,26 +393,26 @@ class Tape:
 
     @cached_property
     def sizes(self) -> tuple[torch.Size, ...]:
-        """The shapes of y and of the outputs of all uses, and of what modules that hide layers were given."""
+        """The shapes of y, of the outputs of all uses, and of the arguments of replayed modules."""
         hidden = [self.uses[at].call for at in self._replayed]
         given = [t.shape for call in hidden for t in tensors_of((call.args, call.kwargs))]
         return (self.y.shape, *[shape for use in self.uses for shape in use.shapes], *given)
 
     @cached_property
     def _replayed(self) -> tuple[int, ...]:
-        """The positions of the uses of modules that hide layers."""
+        """The positions in ``uses`` of the uses of replayed modules."""
         kinds = [type(use.of.rule) for use in self.uses]
         hiding = replaying(kinds)
         return tuple([at for at, kind in enumerate(kinds) if kind in hiding]) if hiding else ()
 
     @property
     def output_bytes(self) -> int:
-        """Of the outputs of all uses, in the precision of y."""
+        """The bytes of the outputs of all uses, in the precision of y."""
         numbers = self.cached("outputs", lambda: sum(shape.numel() for use in self.uses for shape in use.shapes))
         return numbers * self.y.element_size()
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """``make()``, which depends on the graph and its sizes; in ``memo`` for the sizes of the last pass."""
+        """``make()``, cached in ``memo`` until a pass has other sizes. It must depend on graph and sizes only."""
         if key not in self.memo or self.memo[key][0] != self.sizes:
             self.memo[key] = self.sizes, make()
         value: T = self.memo[key][1]
@@ -476,7 +477,7 @@ class Tape:
         return self.with_inner(self.output_cotangents(s))
 
     def with_inner(self, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
-        """These cotangents of outputs, with those of the layers inside of replayed uses."""
+        """These cotangents of outputs, and those of the layers inside replayed uses, computed from them."""
         replayed = [at for at in outer if at in self._replayed]
         return Cotangents(outer, {at: self.inner_cotangents(at, outer[at]) for at in replayed})
 
@@ -484,9 +485,10 @@ class Tape:
 @final
 @dataclass(frozen=True)
 class Cotangents:
-    """Of uses, by their positions on the tape: of the outputs, and of the layers inside where a use was replayed.
+    """Cotangents of the uses of a tape, by position in ``Tape.uses``.
 
-    ``features``: those of a use whose rule needs the graph, taken while it was there.
+    ``outer``: of the outputs of a use. ``inner``: of the layers inside a replayed use, by local parameter name.
+    ``features``: of a use whose rule needs the graph, computed before the graph was freed.
     """
 
     outer: dict[int, tuple[Tensor, ...]]
@@ -505,6 +507,6 @@ class Cotangents:
         return cotangent_features(use.rule, use.module, block.keys, self.outer[at][0], block.shape)
 
     def forget(self, at: int) -> None:
-        """Free those of a use that nobody asks for any more."""
+        """Free the cotangents of a use that no other layer needs."""
         self.outer.pop(at, None)
         self.inner.pop(at, None)

@@ -48,8 +48,9 @@ class Call:
 class Rule(ABC):
     """One layer type, seen as W [c o i] acting on a [n r c i]: the gradient of example n is Σ_r g[n r c o] a[n r c i].
 
-    ``keys`` names the parameters of the layer that take part: a frozen weight or bias has no coordinate in i, and a
-    weight that is shared with another module is a layer of its own, apart from the biases.
+    ``keys``: the local names of the parameters of one layer of the module (``layers``), without frozen ones. A frozen
+    weight or bias has no coordinate in i. A weight that is shared with another module is a layer of its own, without
+    the bias.
     A rule for a layer of one's own needs ``covers``, ``inputs`` and ``cotangents``, and, where its parameters are not
     weights [o *fan] and biases [o], ``shape``, ``pack`` and ``unpack``; hand it over as ``rules=[MyRule()]``.
     ``inputs`` and ``cotangents`` may return plain tensors; ``Features`` that are not dense make the metric cheaper.
@@ -65,7 +66,7 @@ class Rule(ABC):
 
     @abstractmethod
     def covers(self, module: nn.Module) -> bool:
-        """Whether this rule speaks for the module, exactly (a subclass may have another forward)."""
+        """Whether this rule holds for the module. A subclass may have another forward: see ``plain``."""
 
     @abstractmethod
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features | Tensor:
@@ -76,7 +77,7 @@ class Rule(ABC):
         """g [k n r c o] from cotangents [k *output] of the module's output."""
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        """(c, o, i) of the packed parameters; unless a rule knows better, weights and biases lie side by side."""
+        """(c, o, i) of the packed parameters; by default weights and biases lie side by side along i."""
         return matrices_shape(module, keys)
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
@@ -88,11 +89,11 @@ class Rule(ABC):
         return unpack_matrices(module, keys, packed)
 
     def parameters(self, module: nn.Module) -> dict[str, Tensor]:
-        """The trainable parameters that this rule speaks for, by local name; those of submodules have dots."""
+        """The trainable parameters that this rule covers, by local name; those of submodules have dots."""
         return trainable(module)
 
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
-        """The layers that the module is made of. Most are one."""
+        """The layers of the module, each a tuple of parameter names, its ``keys``. Most modules are one layer."""
         return (tuple(self.parameters(module)),)
 
     def batch_axis(self, module: nn.Module, call: Call) -> int | None:
@@ -100,16 +101,20 @@ class Rule(ABC):
         return 0
 
     def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
-        """How many axes of an output of this shape are all treated alike, as are those of the input: any may have n."""
+        """How many leading axes of inputs and outputs are treated alike, so that any of them may be the batch axis.
+
+        ``shape``: of the output. For a linear layer these are all axes but the last.
+        """
         return 0
 
     def paddable(self, module: nn.Module, keys: Keys) -> bool:
-        """Whether a of zero inputs is zero but for the homogeneous coordinate: then zero examples may be appended."""
+        """Whether zero inputs give a = 0, except for the homogeneous 1: then a batch may be padded with zeros."""
         return False
 
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """By local name, the parts [c o j] that ``pack`` lays side by side, each a reshape of its tensor; None where a
-        rule packs in its own way.
+        """By local name, the blocks of columns [c o j] of W, each a reshape of its tensor.
+
+        None where a rule has its own ``pack``.
         """
         return matrices(block) if (type(self).pack, type(self).unpack) == (Rule.pack, Rule.unpack) else None
 
@@ -122,9 +127,9 @@ def input_features(
     names: Sequence[str] = (),
     promised: tuple[int, int, int] | None = None,
 ) -> Features:
-    """a of a call, with the shape that the rule promised: it may be the user's own. ``names`` are for the message.
+    """a of a call. Raises if its shape is not that of ``rule.shape``: the rule may be the user's own.
 
-    ``promised``: what ``rule.shape`` has returned, where that was asked for before: a layer may have many uses.
+    ``names``: of the parameters, for the message. ``promised``: ``rule.shape``, if it has been computed before.
     """
     a = rule.inputs(module, keys, call)
     features = DenseFeatures(a) if isinstance(a, Tensor) else a
@@ -137,7 +142,7 @@ def input_features(
 def cotangent_features(
     rule: Rule, module: nn.Module, keys: Keys, g: Tensor, promised: tuple[int, int, int] | None = None
 ) -> Features:
-    """g of a layer from cotangents [k *output], likewise."""
+    """g of a layer from cotangents [k *output], checked as in ``input_features``."""
     returned = rule.cotangents(module, keys, g)
     features = DenseFeatures(returned) if isinstance(returned, Tensor) else returned
     (c, o, _), shape = promised or rule.shape(module, keys), features.shape
@@ -155,7 +160,7 @@ def _wrong_shape(rule: Rule, method: str, names: Sequence[str], shape: tuple[int
 
 
 def check_packing(rule: Rule, names: Sequence[str], shape: tuple[int, int, int], size: int) -> None:
-    """W [c o i] must have a place for every number."""
+    """Raise if W [c o i] has not as many entries as the parameters."""
     if len(shape) != 3 or math.prod(shape) != size:
         raise ValueError(
             f"{type(rule).__name__}.shape gives {tuple(shape)} for {' + '.join(names)}, which has {size} numbers: it "
@@ -271,7 +276,7 @@ class Replayed(Rule):
 
 
 def replaying(kinds: Iterable[type[Rule]]) -> frozenset[type[Rule]]:
-    """Those of the types of rules that replay. To ask ``isinstance`` of an abstract class is slow, layer by layer."""
+    """The types among these that are ``Replayed``. For every layer, ``isinstance`` of an abstract class is slow."""
     return frozenset(kind for kind in set(kinds) if issubclass(kind, Replayed))
 
 

@@ -1,4 +1,4 @@
-"""Features: what a layer read, or the cotangents of what it wrote, in the form in which the layer has them.
+"""Features: the inputs of a layer, or the cotangents of its outputs, in the form in which the layer has them.
 
 Every layer is W [c o i] acting on inputs a [n r c i], with cotangents g [k n r c o]: example n has the gradient
 Σ_r g aᵀ. Both are x [*k n r c d] here; the axis k of root columns is there for cotangents only. A linear layer has x
@@ -50,12 +50,12 @@ Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywher
 @final
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed.
+    """Σ x xᵀ [c d d], or its diagonal [c d], and the number of positions in the sum.
 
-    The count is a tensor [c] where some are masked, and [], above zero, where it is a number on the device.
+    ``count``: a tensor [c] if positions are masked; a tensor [], above zero, if the number is on the device.
 
-    The sum over ``rows`` is formed when ``total`` is asked for: a moving average takes it without. The total may be
-    shared: do not write into it.
+    The sum is ``formed``, or it is computed from ``rows`` when ``total`` is read. ``average_into`` adds rows to a
+    moving average without forming their sum. Do not write into ``total``: it may be shared.
     """
 
     formed: Tensor | None
@@ -66,7 +66,7 @@ class Moment:
         return f"Moment(total={self.total}, count={self.count})"
 
     def __add__(self, other: Moment) -> Moment:
-        """Over the positions of both."""
+        """The sum over the positions of both."""
         return Moment(self.total + other.total, self.count + other.count)
 
     @cached_property
@@ -78,7 +78,7 @@ class Moment:
         return second_moment(self.rows.x, self.rows.ones).unsqueeze(0)
 
     def mean(self) -> Tensor:
-        """total/count; a group without any position has total zero, and keeps it."""
+        """total/count; zero for a group without positions."""
         count, total = self.count, self.total
         if isinstance(count, Tensor):
             count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
@@ -96,7 +96,7 @@ class Moment:
         return Moment(self.total.to(dtype), self.count)
 
     def is_finite(self) -> bool:
-        """Whether the sum holds neither NaN nor infinity: its diagonal tells. A GPU has to be waited for."""
+        """Whether the sum holds neither NaN nor infinity, from its diagonal. This waits for a GPU."""
         if self.rows is not None:  # no entry of the sum is above Σ ‖x‖², by Cauchy and Schwarz
             return float(torch.linalg.vector_norm(self.rows.x)) ** 2 < torch.finfo(self.rows.x.dtype).max
         diagonal = self.total.diagonal(dim1=-2, dim2=-1) if self.total.ndim == 3 else self.total
@@ -141,7 +141,7 @@ class Features(ABC):
         return 1
 
     def reached(self) -> Tensor | None:
-        """Where cotangents of a position are not all zero, [n r]; None where that is known of all positions."""
+        """The mask [n r] of positions with cotangents that are not all zero; None if that is so at all positions."""
         return nonzero_rows(self.dense().flatten(-2))
 
     def only(self, counted: Tensor) -> Features:
@@ -153,7 +153,7 @@ class Features(ABC):
         return Moment(_product(single(self.dense())), self.count())
 
     def marked_moment(self, there: Tensor) -> Moment:
-        """``moment`` of cotangents; ``there`` [n r] is set to where those of a position are not all zero."""
+        """``moment`` of cotangents. Writes the mask of ``reached`` to ``there`` [n r]."""
         reached = self.reached()
         there.fill_(True) if reached is None else there.copy_(reached)
         return self.moment()
@@ -164,14 +164,14 @@ class Features(ABC):
         return False
 
     def padded_moment(self, count: Tensor) -> Moment:
-        """Σ x xᵀ where so many positions are real: the inputs of the others were zero, and they are not counted."""
+        """Σ x xᵀ where only ``count`` positions are real. The others are padding with zero inputs, and do not count."""
         total = self.moment().total
         if self.homogeneous:
             total[..., -1, -1] = count.to(total.dtype)
         return Moment(total, count)
 
     def squares(self) -> Moment:
-        """The diagonal of that, [c d]."""
+        """The diagonal of ``moment``, [c d]."""
         x = single(self.dense())
         return Moment(x.square().sum(tuple(range(x.ndim - 2))), self.count())
 
@@ -212,7 +212,7 @@ class Features(ABC):
         return Weighed(self, weights)
 
     def _pieces(self) -> list[Features]:
-        """Of some examples each, as many as are worked on at once."""
+        """The features, split into chunks of examples that are small enough to be processed at once."""
         *_, n, r, c, d = shape = self.shape
         step = at_once(math.prod(shape[:-4]) * r * c * d)
         return [self] if step >= n else [self._narrowed(start, min(step, n - start)) for start in range(0, n, step)]

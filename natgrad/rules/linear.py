@@ -47,7 +47,7 @@ class LinearRule(Rule):
 
 
 def positions_in_one_axis(x: Tensor, examples: int) -> Tensor:
-    """[*k n r d] of x [*k n *r d], with the examples on an axis: a view wherever that is possible."""
+    """[*k n r d] of x [*k n *r d]; ``examples`` is the index of the axis n. A view if possible."""
     if x.ndim == examples + 3:
         return x
     return x.unsqueeze(examples + 1) if x.ndim == examples + 2 else x.flatten(examples + 1, -2)

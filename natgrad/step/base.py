@@ -178,9 +178,12 @@ class StepRule(ABC):
 class PlainRule(StepRule):
     """A rule that multiplies the natural gradient v by numbers: δ = −lr·(μm + c·v).
 
-    Such a step is made in place, without memory for δ, and on a GPU captured as a CUDA graph: ``scale`` and
-    ``direction`` must not look at the value of a tensor. ``bounded``: c·v is finite wherever v and c are. ``measured``:
-    ``scale`` reads ``square``; else numbers c for each parameter must be NaN where v is not finite.
+    Such a step is taken in place, without memory for δ, and on a GPU it is captured in a CUDA graph: ``scale`` and
+    ``direction`` must not read values of tensors on the host.
+
+    Two flags save work. ``bounded = True``: c·v is finite whenever v and c are, and is not checked again.
+    ``measured = False``: ``scale`` does not read ``square``, which is then not computed on a GPU. The check for NaN
+    then sees c only, if ``scale`` returns a dict: its numbers must be NaN where v is not finite.
     """
 
     bounded: ClassVar[bool] = False

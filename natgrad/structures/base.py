@@ -115,14 +115,14 @@ class Structure(ABC):
     bounded: ClassVar[bool] = True  # a moving average of its operators stays as small as one of them
     stored: ClassVar[bool] = True  # an operator holds numbers, so that keeping it for several steps saves work
     one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
-    in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place: no estimate is ever whole
+    in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place, and never holds a whole estimate
     gradient_in_place: ClassVar[bool] = False  # and so does ``absorb_gradient``
     by_layer: ClassVar[bool] = False  # layers with a rule are kept apart, and treated otherwise than the rest
     has_basis: ClassVar[bool] = False  # its operators have eigenvectors, which may be kept while they are averaged
     suggested: ClassVar[bool] = False  # an error about memory may name this structure as one that fits
 
     def __repr__(self) -> str:
-        """Without keyword-only options that have their default: a state that was saved before there were any is one."""
+        """Without keyword-only options at their defaults, so that checkpoints from before an option can be loaded."""
         options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
         names = [f.name for f in options if not f.kw_only or getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
@@ -302,7 +302,7 @@ class Operator(ABC):
     power: float = 1.0
     damped_by_parts: ClassVar[bool] = False  # relative damping has a number for every part of it, not one for all
     products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
-    has_basis: ClassVar[bool] = False  # it has a basis that ``renewed`` computes anew; estimates are made in it
+    has_basis: ClassVar[bool] = False  # estimates are made in a basis, which ``renewed`` computes again
     factored: ClassVar[bool] = False  # it is kept in factors of layers, which cost little more than a backward pass
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
@@ -439,7 +439,7 @@ class Operator(ABC):
         return self
 
     def informed(self, inverse: Inverse, damping: Damping) -> Operator:
-        """The same metric, with what the next estimates need of its inverse, which has been made."""
+        """The same metric, with what its next estimates need from this inverse of it."""
         return self
 
     # Averages.
@@ -564,12 +564,12 @@ class Inverse(ABC):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it consists of, for ``Operator.inverse_from``; of an iterative one the last solution, to start from."""
+        """All its tensors by name, for ``Operator.inverse_from``; of an iterative inverse, the last solution."""
         return {}
 
     @property
     def remembers(self) -> bool:
-        """Whether what ``sharp`` returns lies in memory that a later solve starts from."""
+        """Whether ``sharp`` returns memory that it uses again, as the start of the next solve."""
         return False
 
     def failed(self) -> bool:
@@ -580,7 +580,7 @@ class Inverse(ABC):
         """Forget failures that have been handled."""
 
     def overwritten(self, new: Inverse) -> Inverse:
-        """The new inverse in the memory of this one, where that is possible; else the new one as it is."""
+        """The new inverse, copied into the memory of this one if that is possible."""
         return new
 
     def joins_step(self, G: Operator) -> bool:

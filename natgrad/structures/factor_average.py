@@ -1,4 +1,4 @@
-"""The moving average of a metric with layers, in place: every factor as soon as it is there."""
+"""The moving average of a metric with layers, in place: every factor is added as soon as it is computed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from natgrad.structures.layered import LayerOperator, group_weights
 
 @final
 class FactorAverage(FactorSink):
-    """The moving averages Ā ← (1 − w) Ā + w A, and S̄ and D̄ likewise, of what arrives one by one.
+    """The sink that adds factors to moving averages, Ā ← (1 − w) Ā + w A, and S̄ and D̄ likewise, one by one.
 
-    ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1. Every group of
-    a stacked layer has a weight of its own (``group_weights``), from A, which arrives before S. ``alone``: no pass
-    holds its activations meanwhile.
+    ``numbers``: the number in ``average`` of each layer b of ``put``. A layer that is new has weight 1. Every group of
+    a stacked layer has its own weight (``group_weights``), computed from A, which arrives before S. ``alone``: no
+    forward pass holds activations at the same time.
     """
 
     def __init__(self, average: LayerOperator, numbers: Sequence[int], weight: Scalar, *, alone: bool = False) -> None:
@@ -58,7 +58,7 @@ class FactorAverage(FactorSink):
                 self._group_weights[b] = group_weights(factor, new, weight, 1) / weight
             share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
             moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
-        if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
+        if is_asynchronous(factor.device):  # not checked on the host: a moment that is not finite is not added
             masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
             moment = Moment(moment.mean(), 1) if masked else moment
             self._averages.add(factor, moment.total, count=moment.count, weight=weight, is_moment=side != "D")

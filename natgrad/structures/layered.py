@@ -197,7 +197,7 @@ class Layered(Structure):
         return self.fallback.estimate(split.uncovered, like).with_power(self.power)
 
     def split(self, pullback: Pullback, like: Operator | None = None) -> LayerSplit:
-        """The layers that have a rule, and the pullback to the other parameters; raises where ``strict`` or memory do.
+        """The layers that have a rule, and the pullback to the other parameters. Checks ``strict`` and the memory.
 
         ``like``: the operator that the estimate will be averaged with.
         """
@@ -737,11 +737,11 @@ class LayerInverse(Inverse):
 
     @abstractmethod
     def stacks_with(self, b: int) -> object:
-        """What must be equal in layers that are solved as one batch, beside their shape."""
+        """A key: layers are solved as one batch only if their shapes and these keys are equal."""
 
     @cached_property
     def batches(self) -> tuple[tuple[int, ...], ...]:
-        """Layers that are solved at once, of one shape; the largest batch first, since later there are more results."""
+        """Numbers of layers of one shape that are solved together. Largest first: later, results occupy more memory."""
         groups: dict[object, list[int]] = defaultdict(list)
         for b, block in enumerate(self.blocks):
             groups[block.shape, self.stacks_with(b)].append(b)
@@ -787,7 +787,7 @@ class LayerInverse(Inverse):
     def _solve_layers(
         self, ω: Mapping[str, Tensor], pairs: list[tuple[Tensor, Tensor]] | None = None
     ) -> dict[str, Tensor]:
-        """ω♯ on the layers, in the precision of the metric; ``pairs`` receives what ⟨ω, ω♯⟩ is the pairing of."""
+        """ω♯ on the layers, in the precision of the metric. Appends the tensors of ω and ω♯ to ``pairs``."""
         v: dict[str, Tensor] = {}
         for k, batch in enumerate(self.batches):
             columns, (c, o, _), count = self._columns[k], self.blocks[batch[0]].shape, len(batch)
