@@ -31,6 +31,21 @@ def children_in(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
+    """The children of modules, one after the other."""
+    return [child for module in modules for child in module._modules.values()]
+
+
+def replaced_children(known: Iterable[tuple[nn.Module, str, nn.Module | None]]) -> list[str]:
+    """Of modules, keys and the children that were there, the keys of those that are no longer there."""
+    return [key for module, key, child in known if module._modules.get(key) is not child]
+
+
+def replaced_parameters(known: Iterable[tuple[nn.Module, str, Tensor | None]]) -> list[str]:
+    """The same of parameters."""
+    return [key for module, key, p in known if module._parameters.get(key) is not p]
+
+
 def forward_pre_hooks_in(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The hooks that run before a call of the module, by their number. It is not a copy."""
     return module._forward_pre_hooks
@@ -39,6 +54,11 @@ def forward_pre_hooks_in(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def compiles_calls(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
+
+
+def with_own_calls(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those whose calls were compiled by ``module.compile()``, or that have a forward of their own."""
+    return [m for m in modules if m._compiled_call_impl is not None or "forward" in m.__dict__]
 
 
 def compiling() -> bool:

@@ -843,11 +843,12 @@ def stream_cotangents(
                 layers_of.setdefault(at, []).append(b)
         return layers_of
 
-    layers_of = tape.cached(("layers", tuple([block.names for block in blocks])), by_use)
+    names = tuple([block.names for block in blocks])
+    layers_of = tape.cached(("layers", names), by_use)
     early: Sequence[int] = ()
     last: frozenset[int] = frozenset()
     if s.shape[0] == 1 and not tape.half and total > room:  # a pass in half precision is scaled as a whole
-        early, last = _early_uses(tape, blocks, room)
+        early, last = tape.cached(("early", names, room), lambda: _early_uses(tape, blocks, names, room))
     boxes: dict[int, list[Arrived]] = {at: [] for at in early}
     consumed: set[int] = set()  # positions of uses
     left = dict.fromkeys(range(len(blocks)))  # numbers of layers
@@ -875,6 +876,8 @@ def stream_cotangents(
         """With the cotangents of the ``last`` use that there is room for, those that wait are consumed."""
         (edge,) = tape.uses[at].edges
         assert edge is not None
+        if at not in last:
+            return edge.node.register_prehook(boxes[at].append)
 
         def receive(grads: Arrived) -> None:
             boxes[at].append(grads)
@@ -886,7 +889,7 @@ def stream_cotangents(
                     del left[b]
                 consume(numbers, Cotangents(waiting, {}))
 
-        return edge.node.register_prehook(receive if at in last else boxes[at].append)
+        return edge.node.register_prehook(receive)
 
     handles = [hook(at) for at in early]
     try:
@@ -1005,12 +1008,15 @@ class BackwardHooks:
         )
 
 
-def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:
+def _early_uses(
+    tape: Tape, blocks: Sequence[Block], names: Hashable, room: int
+) -> tuple[Sequence[int], frozenset[int]]:
     """The uses that can be consumed in a hook, and those of them with which there is no more room.
 
-    Cached by the kind of graph, as the search is long. A backward pass comes to the layers from the last one on.
+    The search is long: it is cached by the kind of graph, for whatever sizes. A backward pass comes to the layers from
+    the last one on.
     """
-    key = ("early", tuple(block.names for block in blocks))
+    key = ("early", names)
     if key not in tape.memo:
         tape.memo[key] = _uses_above_others(tape, blocks)
     early, held, last = tape.memo[key], 0, set()

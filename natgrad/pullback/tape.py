@@ -412,10 +412,19 @@ class Tape:
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, which depends on the graph and its sizes; in ``memo`` for the sizes of the last pass."""
-        if key not in self.memo or self.memo[key][0] != self.sizes:
-            self.memo[key] = self.sizes, make()
-        value: T = self.memo[key][1]
+        if key not in self._of_sizes:
+            self._of_sizes[key] = make()
+        value: T = self._of_sizes[key]
         return value
+
+    @cached_property
+    def _of_sizes(self) -> dict[Hashable, Any]:
+        """What ``memo`` has for the sizes of this pass; what it had for others is dropped."""
+        sizes, known = self.memo.get("sizes", (None, {}))
+        if sizes != self.sizes:
+            known = {}
+            self.memo["sizes"] = self.sizes, known
+        return known
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
@@ -450,11 +459,9 @@ class Tape:
         for at in ids:
             use = self.uses[at]
             arrived = [None if edge is None else next(grads) for edge in use.edges]
+            pairs = zip(arrived, use.shapes, strict=True)
             cotangents[at] = tuple(
-                [
-                    s.new_zeros(s.shape[0], *shape) if g is None else use.batch_first(g)
-                    for g, shape in zip(arrived, use.shapes, strict=True)
-                ]
+                [s.new_zeros(s.shape[0], *shape) if g is None else use.batch_first(g) for g, shape in pairs]
             )
         return cotangents
 
