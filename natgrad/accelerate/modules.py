@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpoints
 
@@ -63,8 +64,6 @@ def with_own_calls(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def compiling() -> bool:
     """Whether the caller, which is not compiled itself, was called from compiled code."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
     callback: Any = get_eval_frame_callback()
     return callback is not None and callback is not False
 

@@ -10,7 +10,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, cast, final
@@ -521,7 +521,7 @@ class CapturedKernels:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
         late = self._uses_of([b for b in captured if b in self.layers.together])
         after = [b for b in numbers if b in self.layers.after]
-        masks = self._masks([b for b in captured if b in after], g)
+        masks = self._masks([b for b in captured if b in after], g) if after else {}
         self.reached_positions.update(masks)
         self.reached_positions.update({b: self._reached(b, g) for b in after if b not in masks})
 
@@ -545,7 +545,8 @@ class CapturedKernels:
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
-        self._inputs_after(self.reached_positions.take(whole=True))
+        if after:
+            self._inputs_after(self.reached_positions.take(whole=True))
 
     def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
         """Where a graph is to put which positions of these layers count, [n r]; not of those of which all do.
@@ -804,8 +805,10 @@ def _matching_rows(x: Tensor, mask: Tensor, trailing: int) -> tuple[Tensor, Tens
     return x.permute(*order, *range(lead, x.ndim)).reshape(-1, *x.shape[lead:]), mask
 
 
-def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:
+def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Sequence[int]) -> Iterator[int]:
     """The numbers of these layers; cotangents that no later layer asks for are forgotten on the way."""
+    if not numbers:
+        return
     left = Counter(at for b in numbers for at in tape.use_ids(blocks[b]))
     for b in numbers:
         yield b

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -390,7 +390,7 @@ class Tape:
             return self._by_module.get(owners[0], [])
         return sorted(at for module in owners for at in self._by_module.get(module, ()))
 
-    @cached_property
+    @property
     def sizes(self) -> tuple[torch.Size, ...]:
         """The shapes of y and of the outputs of all uses, and of what modules that hide layers were given."""
         hidden = [self.uses[at].call for at in self._replayed]
@@ -420,11 +420,11 @@ class Tape:
     @cached_property
     def _of_sizes(self) -> dict[Hashable, Any]:
         """What ``memo`` has for the sizes of this pass; what it had for others is dropped."""
-        sizes, known = self.memo.get("sizes", (None, {}))
-        if sizes != self.sizes:
-            known = {}
-            self.memo["sizes"] = self.sizes, known
-        return known
+        sizes = self.sizes
+        known = self.memo.get("sizes")
+        if known is None or known[0] != sizes:
+            known = self.memo["sizes"] = sizes, {}
+        return cast(dict[Hashable, Any], known[1])
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
