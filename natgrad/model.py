@@ -19,7 +19,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from natgrad.accelerate.modules import children_in, compiles_calls, parameters_in, without_checkpoints
+from natgrad.accelerate.modules import (
+    children_in,
+    compiles_calls,
+    parameters_in,
+    with_own_calls,
+    without_checkpoints,
+)
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 from natgrad.jet import Jet
@@ -68,11 +74,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 def any_compiled(modules: Sequence[nn.Module]) -> bool:
     """Whether one of the modules is compiled. An optimizer asks before every estimate, so this must be fast."""
-    if any(map(compiles_calls, modules)):
-        return True
     # Modules of one type share a forward, except those with a forward of their own.
-    of_types = {type(m): m for m in modules if "forward" not in m.__dict__}
-    return any(is_compiled(m) for m in (*of_types.values(), *(m for m in modules if "forward" in m.__dict__)))
+    own = with_own_calls(modules)
+    of_types = dict(zip(map(type, modules), modules, strict=True))
+    if own:
+        of_types = {type(m): m for m in modules if m not in own}
+    return any(map(is_compiled, own)) or any(map(is_compiled, of_types.values()))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpoints
 
@@ -31,6 +32,21 @@ def children_in(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
+    """The children of modules, one after the other."""
+    return [child for module in modules for child in module._modules.values()]
+
+
+def replaced_children(known: Iterable[tuple[nn.Module, str, nn.Module | None]]) -> list[str]:
+    """Of modules, keys and the children that were there, the keys of those that are no longer there."""
+    return [key for module, key, child in known if module._modules.get(key) is not child]
+
+
+def replaced_parameters(known: Iterable[tuple[nn.Module, str, Tensor | None]]) -> list[str]:
+    """The same of parameters."""
+    return [key for module, key, p in known if module._parameters.get(key) is not p]
+
+
 def forward_pre_hooks_in(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The hooks that run before a call of the module, by their number. It is not a copy."""
     return module._forward_pre_hooks
@@ -41,10 +57,13 @@ def compiles_calls(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def with_own_calls(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those whose calls were compiled by ``module.compile()``, or that have a forward of their own."""
+    return [m for m in modules if m._compiled_call_impl is not None or "forward" in m.__dict__]
+
+
 def compiling() -> bool:
     """Whether the caller, which is not compiled itself, was called from compiled code."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
     callback: Any = get_eval_frame_callback()
     return callback is not None and callback is not False
 

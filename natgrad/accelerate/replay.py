@@ -10,6 +10,7 @@ on copies with zero rows after the others, so that there are few sizes.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ Scalar: TypeAlias = float | Tensor  # a number, or a tensor [] on the device tha
 _log = logging.getLogger("natgrad")
 _CAPACITY = 64  # entries of every table; a loop has few address patterns, or never the same one twice
 _CAPTURE_COST = 4  # runs that take as long as one capture
+_RECENT = 8  # calls that are compared one by one before a table is asked; a pass with large cotangents makes several
 _COPY_BYTES = 2**22  # inputs up to this size are copied to a fixed address rather than recognised by their own
 _GRADIENT_BYTES = 2**28  # the same, of a computation that reads and writes several times as much
 _PATTERNS = 2  # address patterns of a computation that are captured; if it has more, a graph reads copies
@@ -174,7 +176,7 @@ class GraphCache(Generic[T]):
         self._enabled = True
         self._moving = False  # whether an unsettled computation was the last that was asked for
         self._strayed = False  # whether there is one
-        self._recent: tuple[Any, _Graph[T], ReplayStats] | None = None  # the last call
+        self._recent = deque[tuple[Any, _Graph[T], ReplayStats]](maxlen=min(_RECENT, capacity))  # the last calls
         self._scalars: list[Tensor] = []  # read by all graphs
         self._values: list[float] = []  # what they hold
 
@@ -208,8 +210,9 @@ class GraphCache(Generic[T]):
         shapes = None if shaped or placed else [(t.shape, t.dtype) for t in tensors]
         layouts = None if copy or placed else ([*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)])
         call = layouts, shapes, key, switches(), len(scalars), size
-        if self._recent is not None and self._recent[0] == call:
-            return self._replayed(self._recent[1], tensors, scalars, self._recent[2])
+        for recent, known, stats in self._recent:
+            if recent == call:
+                return self._replayed(known, tensors, scalars, stats)
         stats, computation = self._stats(key)
         # A copy goes to where it is read, whatever its strides.
         addresses = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]
@@ -225,7 +228,7 @@ class GraphCache(Generic[T]):
                 return fn(tensors, scalars)
             # Tensors of the user are not kept alive: their addresses are compared.
             self._graphs[pattern] = graph = graph if copy else replace(graph, inputs=[])
-        self._recent = call, graph, stats
+        self._recent.append((call, graph, stats))
         return self._replayed(graph, tensors, scalars, stats)
 
     def unsettled(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
@@ -357,7 +360,8 @@ class GraphCache(Generic[T]):
         self._graphs.clear()
         self._on_copies.clear()
         self._sightings.clear()
-        self._buffer = self._recent = None
+        self._recent.clear()
+        self._buffer = None
 
     def _captured(
         self, fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T], inputs: Sequence[Tensor], count: int

@@ -30,7 +30,7 @@ def vjp(ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...
     # One column needs no vmap, whose overhead would show beside a single backward pass.
     columns = [_grad(ys, at, tuple(g[k] for g in cotangents)) for k in range(cotangents[0].shape[0])]
     if len(columns) == 1:
-        return tuple(None if g is None else g.unsqueeze(0) for g in columns[0])
+        return tuple([None if g is None else g.unsqueeze(0) for g in columns[0]])
     return tuple(None if gs[0] is None else torch.stack(list(gs)) for gs in zip(*columns, strict=True))
 
 

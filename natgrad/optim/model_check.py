@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from natgrad.accelerate.modules import children_in, parameters_in
+from natgrad.accelerate.modules import (
+    children_in,
+    children_of,
+    parameters_in,
+    replaced_children,
+    replaced_parameters,
+)
 from natgrad.errors import NatgradError
 from natgrad.log import OnceLogger, listed
 from natgrad.model import Model, any_compiled, plain_name
@@ -63,14 +69,14 @@ class ModelCheck:
 
     def compiled(self) -> bool:
         """Whether the module, or one inside it, is compiled."""
-        if [child for m in self._inside for child in children_in(m).values()] != self._children:
+        if children_of(self._inside) != self._children:
             self._inside, self._children = self._tree()
         return any_compiled(self._inside)
 
     def _tree(self) -> tuple[list[nn.Module], list[nn.Module | None]]:
         """All modules, and the children that they have."""
         inside = list(self._module.modules())
-        return inside, [child for m in inside for child in children_in(m).values()]
+        return inside, children_of(inside)
 
     def check(self, *, trained: bool, estimates: bool) -> None:
         """Refuse what happened after the optimizer was made: a module that was replaced, parameters that were frozen or
@@ -138,8 +144,7 @@ class ModelCheck:
         )
 
     def _changed(self) -> bool:
-        replaced = [key for m, key, child in self._parents if children_in(m).get(key) is not child]
-        return bool(replaced or [key for m, key, p in self._owners if parameters_in(m).get(key) is not p])
+        return bool(replaced_children(self._parents) or replaced_parameters(self._owners))
 
     def _missing(self) -> list[str]:
         now = {plain_name(name): p for name, p in self._module.named_parameters()}

@@ -539,11 +539,13 @@ class MetricTracker:
         self._agreed = False
         if self._refreshed or self._suspended or (self.metric.needs_target and not self.metric.awaits):
             return
-        if in_backward() or self._check.moved(certain=self.due):
+        due = self.due
+        if in_backward() or self._check.moved(certain=due):
             return
         state = get_rng_state(self.model.example.device) if self._queried else None
-        self.batch = Batch(self.model, Arguments(args, kwargs), rng_state=state)
-        if not self.due:
+        x = Arguments(args, kwargs)
+        self.batch = Batch(self.model, x, rng_state=state)
+        if not due:
             return
         self._note_mode()
         if not self.structure.one_pass:
@@ -555,7 +557,7 @@ class MetricTracker:
             raise IncompatibleError(COMPILED_BACKWARD)
         operations = self.observer.operations or (waits and self.average is None)
         self._recorder = self._recorders[eagerly]
-        self._recorder.start(Arguments(args, kwargs), operations=operations)
+        self._recorder.start(x, operations=operations)
         if eagerly or not self.structure.one_pass:
             self._rng_state = get_rng_state(self.model.example.device)
         if eagerly:

@@ -53,7 +53,7 @@ class Survey:
     entries: tuple[int, ...]
     top: int | None = None
 
-    @cached_property
+    @property
     def kinds(self) -> tuple[object, ...]:
         """The types of the nodes, or their names where a type does not tell."""
         kinds = tuple(map(type, self.nodes))

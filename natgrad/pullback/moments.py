@@ -10,7 +10,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, cast, final
@@ -526,7 +526,7 @@ class CapturedKernels:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
         late = self._uses_of([b for b in captured if b in self.layers.together])
         after = [b for b in numbers if b in self.layers.after]
-        masks = self._masks([b for b in captured if b in after], g)
+        masks = self._masks([b for b in captured if b in after], g) if after else {}
         self.reached_positions.update(masks)
         self.reached_positions.update({b: self._reached(b, g) for b in after if b not in masks})
 
@@ -546,7 +546,8 @@ class CapturedKernels:
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
-        self._inputs_after(self.reached_positions.take(whole=True))
+        if after:
+            self._inputs_after(self.reached_positions.take(whole=True))
 
     def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
         """Where a graph is to put which positions of these layers count, [n r]; not of those of which all do.
@@ -805,8 +806,10 @@ def _matching_rows(x: Tensor, mask: Tensor, trailing: int) -> tuple[Tensor, Tens
     return x.permute(*order, *range(lead, x.ndim)).reshape(-1, *x.shape[lead:]), mask
 
 
-def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:
+def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Sequence[int]) -> Iterator[int]:
     """The numbers of these layers; cotangents that no later layer asks for are forgotten on the way."""
+    if not numbers:
+        return
     left = Counter(at for b in numbers for at in tape.use_ids(blocks[b]))
     for b in numbers:
         yield b
@@ -844,11 +847,12 @@ def stream_cotangents(
                 layers_of.setdefault(at, []).append(b)
         return layers_of
 
-    layers_of = tape.cached(("layers", tuple([block.names for block in blocks])), by_use)
+    names = tuple([block.names for block in blocks])
+    layers_of = tape.cached(("layers", names), by_use)
     early: Sequence[int] = ()
     last: frozenset[int] = frozenset()
     if s.shape[0] == 1 and not tape.half and total > room:  # a pass in half precision is scaled as a whole
-        early, last = _early_uses(tape, blocks, room)
+        early, last = tape.cached(("early", names, room), lambda: _early_uses(tape, blocks, names, room))
     boxes: dict[int, list[Arrived]] = {at: [] for at in early}
     consumed: set[int] = set()  # positions of uses
     left = dict.fromkeys(range(len(blocks)))  # numbers of layers
@@ -876,6 +880,8 @@ def stream_cotangents(
         """With the cotangents of the ``last`` use that there is room for, those that wait are consumed."""
         (edge,) = tape.uses[at].edges
         assert edge is not None
+        if at not in last:
+            return edge.node.register_prehook(boxes[at].append)
 
         def receive(grads: Arrived) -> None:
             boxes[at].append(grads)
@@ -887,7 +893,7 @@ def stream_cotangents(
                     del left[b]
                 consume(numbers, Cotangents(waiting, {}))
 
-        return edge.node.register_prehook(receive if at in last else boxes[at].append)
+        return edge.node.register_prehook(receive)
 
     handles = [hook(at) for at in early]
     try:
@@ -1006,12 +1012,14 @@ class BackwardHooks:
         )
 
 
-def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:
+def _early_uses(
+    tape: Tape, blocks: Sequence[Block], names: Hashable, room: int
+) -> tuple[Sequence[int], frozenset[int]]:
     """The uses that can be consumed in a hook, and those of them at which more than ``room`` bytes are waiting.
 
-    The first is cached by the kind of graph, because the search is slow. A backward pass starts at the last layer.
+    The search is slow: it is cached by the kind of graph, for all sizes. A backward pass starts at the last layer.
     """
-    key = ("early", tuple(block.names for block in blocks))
+    key = ("early", names)
     if key not in tape.memo:
         tape.memo[key] = _uses_above_others(tape, blocks)
     early, held, last = tape.memo[key], 0, set()

@@ -97,7 +97,9 @@ class Root:
     def at(self, chunk: ExampleRange) -> Tensor:
         """s [k n *out] of a range of examples."""
         n = self.y.shape[0]
-        whole = self.stored if chunk == (0, n) else self._whole_root()
+        if chunk == (0, n) and self.stored is not None:
+            return self.stored
+        whole = None if chunk == (0, n) else self._whole_root()
         if whole is not None:
             return whole[:, chunk[0] : chunk[1]]
         self._admit(chunk[1] - chunk[0])
@@ -307,7 +309,7 @@ class Pullback:
 
     def split_ranges(self) -> list[ExampleRange]:
         """The ranges of examples, split further if their exact roots would be too large."""
-        if not separable(self.batch.x, self.n):
+        if self.roots.stored is not None or not separable(self.batch.x, self.n):
             return self.ranges
         pieces = [piece for each in self.ranges for piece in self.roots.cut(each, self.chunk)]
         if len(pieces) > len(self.ranges) == 1:  # several ranges have been checked already
@@ -629,8 +631,8 @@ class Observer:
         if layers.bare and tape.operations is None:
             self.cache.operations.expect()
             raise OperationsNeededError
-        first, rows = next((t.shape[0] for t in tensors_of(batch.x) if t.ndim), 0), y.shape[0]
-        if layers.reasons and whole and self.model.examples is None and 0 < first < rows and rows % first == 0:
+        first, rows = _first_size(batch.x) if layers.reasons else 0, y.shape[0]
+        if whole and self.model.examples is None and 0 < first < rows and rows % first == 0:
             hint = 'pass examples="inputs"'
             if not averaged and separable(batch.x, first):
                 observer = replace(self, model=replace(self.model, examples="inputs"))
@@ -649,15 +651,16 @@ class Observer:
             self._log_uncovered(reasons)
         metric = self.output_metric.shaped(tape.shapes)
         cotangent = None if batch.cotangent is None else batch.cotangent.detach().reshape(y.shape)
-        batch = replace(batch, target=metric.prepared(y, batch.target, cotangent), cotangent=None)
+        target = metric.prepared(y, batch.target, cotangent)
+        batch = Batch(self.model, batch.x, target, rng_state=batch.rng_state)
         coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
         return Pullback(
-            batch=replace(batch, model=self.model),
+            batch=batch,
             metric=metric,
             y=y,
-            roots=Root.of(self, metric, batch.target, y, coupled is not None),
+            roots=Root.of(self, metric, target, y, coupled is not None),
             layers=blocks,
             positions=tape.cached("positions", lambda: {block.names[0]: tape.positions(block) for block in blocks}),
             unused=status.unused,
@@ -683,7 +686,9 @@ class Observer:
             blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
         # Of the parameters of a module without a rule, operations may have used some and not others.
         left = {b.names[0]: b for b in blocks if b.rule is None and status.unreached.issuperset(b.names)}
-        return PassLayers(tape, blocks, replace(status, unused={**left, **status.unused}), bare, reasons)
+        if left.keys() - status.unused.keys():
+            status = replace(status, unused={**left, **status.unused})
+        return PassLayers(tape, blocks, status, bare, reasons)
 
     def _log_uncovered(self, reasons: Mapping[str, str]) -> None:
         """Log once which parameters have no rule, and for what ``reasons``, by name."""
@@ -694,6 +699,11 @@ class Observer:
             message = _WITHOUT.format(listed(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
             self.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
+
+
+def _first_size(x: Inputs) -> int:
+    """The size of the first axis of the first input that has one; else 0."""
+    return next((t.shape[0] for t in tensors_of(x) if t.ndim), 0)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

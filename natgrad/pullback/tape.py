@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -391,7 +391,7 @@ class Tape:
             return self._by_module.get(owners[0], [])
         return sorted(at for module in owners for at in self._by_module.get(module, ()))
 
-    @cached_property
+    @property
     def sizes(self) -> tuple[torch.Size, ...]:
         """The shapes of y, of the outputs of all uses, and of the arguments of replayed modules."""
         hidden = [self.uses[at].call for at in self._replayed]
@@ -413,10 +413,19 @@ class Tape:
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, cached in ``memo`` until a pass has other sizes. It must depend on graph and sizes only."""
-        if key not in self.memo or self.memo[key][0] != self.sizes:
-            self.memo[key] = self.sizes, make()
-        value: T = self.memo[key][1]
+        if key not in self._of_sizes:
+            self._of_sizes[key] = make()
+        value: T = self._of_sizes[key]
         return value
+
+    @cached_property
+    def _of_sizes(self) -> dict[Hashable, Any]:
+        """What ``memo`` has for the sizes of this pass; what it had for others is dropped."""
+        sizes = self.sizes
+        known = self.memo.get("sizes")
+        if known is None or known[0] != sizes:
+            known = self.memo["sizes"] = sizes, {}
+        return cast(dict[Hashable, Any], known[1])
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
@@ -451,11 +460,9 @@ class Tape:
         for at in ids:
             use = self.uses[at]
             arrived = [None if edge is None else next(grads) for edge in use.edges]
+            pairs = zip(arrived, use.shapes, strict=True)
             cotangents[at] = tuple(
-                [
-                    s.new_zeros(s.shape[0], *shape) if g is None else use.batch_first(g)
-                    for g, shape in zip(arrived, use.shapes, strict=True)
-                ]
+                [s.new_zeros(s.shape[0], *shape) if g is None else use.batch_first(g) for g, shape in pairs]
             )
         return cotangents
 

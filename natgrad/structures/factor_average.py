@@ -72,4 +72,5 @@ class FactorAverage(FactorSink):
         moment.average_into(factor, float(weight))
 
     def flush(self) -> None:
-        self._averages.flush()
+        if "_averages" in vars(self):  # else nothing waits
+            self._averages.flush()

@@ -211,15 +211,16 @@ class Layered(Structure):
         if late:
             pullback.logger.log_once(logging.WARNING, f"{listed(late)}: the metric is {self.fallback!r}; {LATE}")
         self._log_diagonal(blocks, pullback)
-        unseen = frozenset(name for block in blocks for name in block.names if name in unused)
-        return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
+        unseen = unused.intersection(name for block in blocks for name in block.names) if unused else ()
+        return LayerSplit(tuple(blocks), frozenset(unseen), restricted(pullback, uncovered) if uncovered else None)
 
     def _log_diagonal(self, blocks: Sequence[Block], pullback: Pullback) -> None:
         """Log once which parameters of products have only a diagonal, why, and what to do about it."""
         by_reason: dict[str, list[str]] = {}
-        for name in (name for block in blocks for name in block.names):
-            if name in pullback.operations.diagonals:
-                by_reason.setdefault(pullback.operations.diagonals[name], []).append(name)
+        diagonals = pullback.operations.diagonals
+        for name in (name for block in blocks for name in block.names) if diagonals else ():
+            if name in diagonals:
+                by_reason.setdefault(diagonals[name], []).append(name)
         for reason, names in by_reason.items():
             pullback.logger.log_once(logging.WARNING, f"{listed(names)} {reason}")
 
@@ -343,12 +344,12 @@ def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block]
     A layer that the pass did not use is what it is in ``like``. A parameter without a module that no pass has used yet
     is among the uncovered, and stays there when operations use it later.
     """
-    layers = {block.names: block for block in like.layers} if like is not None else {}
+    layers = {block.names: block for block in like.layers} if like is not None and pullback.unused else {}
     below = like.fallback.layout.like if isinstance(like, LayerOperator) and like.fallback is not None else {}
     covered: list[Block] = []
     uncovered: list[Block] = []
     for layer in pullback.layers:
-        fell_back = any(name in below for name in layer.names)
+        fell_back = bool(below) and any(name in below for name in layer.names)
         if layer.names[0] in pullback.unused:
             unused = layers.get(layer.names, pullback.unused[layer.names[0]])
             layer = layer if fell_back or unused.rule is None else unused
@@ -366,6 +367,8 @@ LATE = (
 
 def _late(pullback: Pullback, uncovered: Sequence[Block]) -> dict[str, str]:
     """Why parameters have no rule although operations show one."""
+    if not uncovered:
+        return {}
     names = {name for block in uncovered for name in block.names}
     shown = (name for layer in pullback.layers if is_operation(layer) for name in layer.names)
     return {name: LATE for name in shown if name in names}
