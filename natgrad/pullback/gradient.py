@@ -29,7 +29,7 @@ from natgrad.accelerate.inverses import layers_at_once, stacked
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
 from natgrad.pullback.layer import Block
-from natgrad.pullback.moments import FactorList, FactorSink
+from natgrad.pullback.layer_factors import FactorList, FactorSink
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Features, Moment

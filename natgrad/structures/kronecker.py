@@ -43,18 +43,12 @@ from natgrad.errors import IncompatibleError
 from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
+from natgrad.pullback.backward import BackwardHooks
+from natgrad.pullback.captured_factors import CapturedKernels, kernels_of
 from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
-from natgrad.pullback.moments import (
-    BackwardHooks,
-    CapturedKernels,
-    FactorList,
-    FactorSink,
-    LayerFactors,
-    factors_of,
-    several_positions,
-    stream,
-)
+from natgrad.pullback.layer_factors import EagerKernels, FactorList, FactorSink, LayerFactors, several_positions
+from natgrad.pullback.moments import factors_of, stream
 from natgrad.pullback.nearest import NearestProduct, RootCheck
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents
@@ -369,9 +363,9 @@ class KroneckerInBackward(BackwardEstimate):
             kernels.outputs(numbers, g)
             self._sink.flush()
 
-    def _kernels(self, sink: FactorSink) -> CapturedKernels:
+    def _kernels(self, sink: FactorSink) -> EagerKernels | CapturedKernels:
         graphs = None if sink.address_key is None else self._graphs
-        return CapturedKernels(graphs, self._layers, self._tape, sink, self._reached)
+        return kernels_of(graphs, self._layers, self._tape, sink, self._reached)
 
     def _begun(self) -> FactorSink:
         """Where the factors go."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.model import Model
-from natgrad.pullback.moments import FactorList, LayerFactors, factors_of, stream_cotangents
+from natgrad.pullback.backward import stream_cotangents
+from natgrad.pullback.layer_factors import FactorList, LayerFactors
+from natgrad.pullback.moments import factors_of
 from natgrad.pullback.pullback import layers_of
 from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Cotangents, record
