@@ -75,11 +75,11 @@ def is_compiled(module: nn.Module) -> bool:
 def any_compiled(modules: Sequence[nn.Module]) -> bool:
     """Whether one of the modules is compiled. An optimizer asks before every estimate, so this must be fast."""
     # Modules of one type share a forward, except those with a forward of their own.
-    own = with_own_calls(modules)
+    special = with_own_calls(modules)
     of_types = dict(zip(map(type, modules), modules, strict=True))
-    if own:
-        of_types = {type(m): m for m in modules if m not in own}
-    return any(map(is_compiled, own)) or any(map(is_compiled, of_types.values()))
+    if special:
+        of_types = {type(m): m for m in modules if m not in special}
+    return any(map(is_compiled, special)) or any(map(is_compiled, of_types.values()))
 
 
 @contextmanager

@@ -210,9 +210,9 @@ class GraphCache(Generic[T]):
         shapes = None if shaped or placed else [(t.shape, t.dtype) for t in tensors]
         layouts = None if copy or placed else ([*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)])
         call = layouts, shapes, key, switches(), len(scalars), size
-        for recent, known, stats in self._recent:
+        for recent, captured, stats in self._recent:
             if recent == call:
-                return self._replayed(known, tensors, scalars, stats)
+                return self._replayed(captured, tensors, scalars, stats)
         stats, computation = self._stats(key)
         # A copy goes to where it is read, whatever its strides.
         addresses = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]

@@ -422,10 +422,10 @@ class Tape:
     def _of_sizes(self) -> dict[Hashable, Any]:
         """What ``memo`` has for the sizes of this pass; what it had for others is dropped."""
         sizes = self.sizes
-        known = self.memo.get("sizes")
-        if known is None or known[0] != sizes:
-            known = self.memo["sizes"] = sizes, {}
-        return cast(dict[Hashable, Any], known[1])
+        of_sizes = self.memo.get("sizes")
+        if of_sizes is None or of_sizes[0] != sizes:
+            of_sizes = self.memo["sizes"] = sizes, {}
+        return cast(dict[Hashable, Any], of_sizes[1])
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
