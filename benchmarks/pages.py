@@ -146,10 +146,10 @@ NAMES_OF_RACERS = {
             "damping-3": "damping=ng.Relative(1e-3)",
             "rms-20": "rms=0.2",
             "not-polar": "polar=False",
-            "fisher": "metric=ng.Fisher(…, samples=1)",
             "own": "metric=ng.Empirical()",
         }.items()
     },
+    "natural-fisher": "`Natural(model, Fisher(family, samples=1))`",
     "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
     **{
         f"whole-polar{name}": f'`ng.Natural(factors="whole", fit="kl", momentum=0.95, rms=0.2{arguments})`'
