@@ -288,6 +288,16 @@ def pde_gaps() -> str:
     return gap_table(EQUATIONS)
 
 
+def step_cost() -> str:
+    """The time and memory of a Gauss–Newton step, and of one that forms J."""
+    lines = (EQUATIONS / "step_cost.jsonl").read_text(encoding="utf-8").splitlines()
+    sizes, *rows, ratio = [json.loads(line) for line in lines]
+    head = f"{sizes['points']:,} points, {sizes['parameters']:,} parameters, {sizes['device']}"
+    table = [f"| {head} | seconds | memory, GB |", "| --- | --- | --- |"]
+    table += [f"| {row['name']} | {row['seconds']:.2f} | {row['memory'] / 1e9:.1f} |" for row in rows]
+    return "\n".join([*table, f"| torch.func over natgrad | {ratio['times faster']} | {ratio['times less memory']} |"])
+
+
 def pde_where(least: float, most: float = float("inf")) -> str:
     """The equations on which the best baseline has an error this many times that of least squares, and how many."""
     *first, last = [f"`{gap.problem}` ({gap.ratio:,.0f} times)" for gap in gaps(EQUATIONS) if least <= gap.ratio < most]
@@ -298,7 +308,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
     function.__name__: function
     for function in (
         *(results, machine, ratios, section, claims, ratio, claim, span, training, races, race, ablation, vi_table),
-        *(cifar_table, cifar_figures, regression_table, online_table, pde_tables, pde, pde_gaps, pde_where),
+        *(cifar_table, cifar_figures, regression_table, online_table, pde_tables, pde, pde_gaps, pde_where, step_cost),
     )
 }
 
