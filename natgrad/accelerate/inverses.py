@@ -665,7 +665,7 @@ def _invert_batch(
     shifts = shifts if dead is None else shifts + dead.to(shifts.dtype)  # else nothing could be inverted
     refreshed = newton is not None and newton.takes(d)
     roots = power != 1 or jobs[0].half is not None
-    if not roots and not refreshed and dead is None and len(jobs) == 1 and _take_root(jobs[0]):
+    if not roots and not refreshed and dead is None and len(jobs) == 1 and _take_root(jobs[0], warm):
         return []
     for job in jobs:
         if job.stack is not None:
@@ -746,15 +746,23 @@ def _whitening_scale(trace: Tensor, d: int) -> Tensor:
     return torch.where(trace > 0, d / trace, 0.0).sqrt()
 
 
-def _take_root(job: Inversion) -> bool:
-    """U with UᵀU = F + shift into ``out``, of one large matrix on a CPU; whether that is done."""
+def _take_root(job: Inversion, warm: bool) -> bool:
+    """U with UᵀU = F + shift into ``out``, of one large matrix on a CPU; whether that is done.
+
+    ``warm``: ``out`` holds the last inverse, which stays where it fails.
+    """
     stack = job.stack
     if stack is None or len(stack.memory) > 1 or job.out.shape[-1] < _ROOT or is_asynchronous(job.out.device):
         return False
-    M = _damped([job], job.shift)
+    if warm or not job.out.is_contiguous():
+        M = _damped([job], job.shift)
+    else:  # no last inverse has to stay there, and fresh memory is slow
+        M = job.out.copy_(job.factor)
+        M.diagonal(dim1=-2, dim2=-1).add_(job.shift.to(M.dtype).unsqueeze(-1))
     if bool(_cholesky_(M)[1].any()):
         return False  # to be tried again in double precision
-    job.out.copy_(M)
+    if M is not job.out:
+        job.out.copy_(M)
     stack.is_root = True
     return True
 

@@ -72,14 +72,18 @@ class Moment:
     @cached_property
     def total(self) -> Tensor:
         """Σ x xᵀ."""
-        if self.formed is not None:
-            return self.formed
+        return self.formed if self.formed is not None else self._product_of_rows()
+
+    def _product_of_rows(self) -> Tensor:
         assert self.rows is not None
         return second_moment(self.rows.x, self.rows.ones).unsqueeze(0)
 
     def mean(self) -> Tensor:
         """total/count; zero for a group without positions."""
-        count, total = self.count, self.total
+        count = self.count
+        if self.formed is None and not isinstance(count, Tensor):
+            return self._product_of_rows().div_(count)  # nobody shares it, and it may be as large as a whole network
+        total = self.total
         if isinstance(count, Tensor):
             count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
             return divided(total, count)
