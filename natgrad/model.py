@@ -78,7 +78,8 @@ def any_compiled(modules: Sequence[nn.Module]) -> bool:
     special = with_own_calls(modules)
     of_types = dict(zip(map(type, modules), modules, strict=True))
     if special:
-        of_types = {type(m): m for m in modules if m not in special}
+        numbers = set(map(id, special))
+        of_types = {type(m): m for m in modules if id(m) not in numbers}
     return any(map(is_compiled, special)) or any(map(is_compiled, of_types.values()))
 
 

@@ -553,5 +553,5 @@ def marked_moment(x: Tensor, nonzero: Tensor) -> Tensor:
     if not (x.is_contiguous() and nonzero.is_contiguous()):
         torch.any(x[0], -1, out=nonzero)
         return second_moment(x)
-    flat = x.view(-1, x.shape[-1])
+    flat = x.view(x.shape[:-1].numel(), x.shape[-1])
     return symmetric_product(round_rows(flat, multiplied(x, x.numel() * x.shape[-1]), nonzero.view(-1)))

@@ -154,9 +154,9 @@ class GraphCache(Generic[T]):
     """Run pure functions of tensors, from a captured graph where the same addresses come again.
 
     An address pattern is captured when it is seen for the second time, as long as captures pay off (replays ≥ 4 ×
-    captures), else when it is seen for the fifth time. At most ``capacity`` graphs are kept (LRU eviction). A loop that
-    shares the allocator with another (a second model, validation) may have many patterns: after two of them one graph
-    reads copies of the tensors, from wherever they lie, up to 256 MB.
+    captures), else when it is seen for the fifth time. At most ``capacity`` graphs are kept (LRU eviction), beside
+    those of the last calls. A loop that shares the allocator with another (a second model, validation) may have many
+    patterns: after two of them one graph reads copies of the tensors, from wherever they lie, up to 256 MB.
 
     >>> total = torch.zeros(2)
     >>> def add(tensors, scalars):

@@ -15,14 +15,16 @@ from torch import Tensor
 try:
     import triton
     from triton import language as tl
-except ImportError:
+except Exception:  # there is none, or a broken one
     triton = None
 
 _log = logging.getLogger("natgrad")
 _ENTRIES = 4096  # of a matrix that one program reads at once
 _COLUMNS = 1024  # the same, of a row
 _MOST = 2**30  # entries that 32 bits can count, with a column of ones beside them
-_COMPILES: dict[torch.device, bool] = {}  # what was tried so far
+_WIDEST = 2**15  # columns: the loop over them is unrolled
+_COMPILES: dict[torch.device, bool] = {}  # whether Triton does so for a device, as far as it was tried
+_RAN: set[tuple[str, int, int, torch.dtype, torch.device]] = set()  # kernels that have run
 _ALIGNMENT = 16  # bytes: what lies there is read as whole vectors
 
 
@@ -36,7 +38,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, nonzero: Tensor) -> Tensor:
     >>> nonzero
     tensor([ True, False])
     """
-    if dtype == x.dtype or not _suits(x, nonzero):
+    kernel = "round", x.shape[1], x.shape[1], dtype, x.device
+    if dtype == x.dtype or not _suits(x, nonzero, kernel):
         torch.any(x, 1, out=nonzero)
         return x.to(dtype)
     out = x.new_empty(x.shape, dtype=dtype)
@@ -57,7 +60,7 @@ def keep_rows(x: Tensor, counted: Tensor, dtype: torch.dtype, width: int) -> Ten
     """
     m, d = x.shape
     out = x.new_empty(m, width, dtype=dtype)
-    if not _suits(x, counted):
+    if not _suits(x, counted, ("keep", d, width, dtype, x.device)):
         out[:, d:] = counted.unsqueeze(1)
         # x where counted > ½, else 0, rounded on the way.
         torch.ops.aten.threshold_backward.grad_input(x, counted.unsqueeze(1), 0.5, grad_input=out[:, :d])
@@ -70,28 +73,28 @@ def keep_rows(x: Tensor, counted: Tensor, dtype: torch.dtype, width: int) -> Ten
     return out
 
 
-def _suits(x: Tensor, flags: Tensor) -> bool:
-    """Whether Triton's kernels can read these.
+def _suits(x: Tensor, flags: Tensor, kernel: tuple[str, int, int, torch.dtype, torch.device]) -> bool:
+    """Whether a Triton kernel (its name, columns that are read and written, type, device) can work on these.
 
-    Addresses and sizes of one kind only, so that a kernel that ran once is not compiled again while a graph is
-    captured: that would end the capture.
+    A kernel that would be compiled while a graph is captured would end the capture. So it must have run before, and it
+    is compiled for addresses and sizes of one kind only.
     """
-    if type(x) is not Tensor or not x.is_cuda or x.dtype != torch.float32 or not 0 < x.numel() < _MOST:
+    if triton is None or type(x) is not Tensor or not x.is_cuda or x.dtype != torch.float32:
         return False
     plain = x.is_contiguous() and flags.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
-    return plain and _compiles(x.device)
-
-
-def _compiles(device: torch.device) -> bool:
-    """Whether there is a Triton that compiles for the device; a captured graph is no place to try it."""
-    if device not in _COMPILES:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        _COMPILES[device] = triton is not None and _try_out(device)
-    return _COMPILES[device]
+    if not plain or not 0 < x.numel() < _MOST or kernel[2] > _WIDEST:
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return kernel in _RAN
+    if x.device not in _COMPILES:
+        _COMPILES[x.device] = _try_out(x.device)
+    if _COMPILES[x.device]:
+        _RAN.add(kernel)
+    return _COMPILES[x.device]
 
 
 def _try_out(device: torch.device) -> bool:
+    """Whether Triton compiles for the device."""
     try:
         with torch.cuda.device(device):
             x, flags = torch.zeros(1, 1, device=device), torch.ones(1, dtype=torch.uint8, device=device)

@@ -74,7 +74,7 @@ def _rows(name: str, r: Any, points: tuple[Tensor, ...], params: Iterable[Tensor
         raise TypeError(f"the residuals {name!r} are {r.dtype}, and must be real floating-point numbers: {fix}")
     if r.numel() == 0:
         raise ValueError(f"the residuals {name!r} are a tensor {list(r.shape)} without entries: leave the class out")
-    if torch.is_grad_enabled() and not r.requires_grad and any(p.requires_grad for p in params):
+    if torch.is_grad_enabled() and not r.requires_grad and all(p.requires_grad for p in params):  # none is frozen
         raise ValueError(
             f"the residuals {name!r} do not depend on the parameters: compute them from the model by torch operations, "
             "without detach(), item() and torch.no_grad()"

@@ -151,7 +151,7 @@ class Preconditioner:
 
     def joins_step(self, G: Operator, damping: Damping) -> bool:
         """Whether the inverse of G can be computed inside of a captured step: ``prepare_in_step``."""
-        if self.inverse is None or self.freshness is not None or self.unseen:
+        if self.inverse is None or not self.solver.overwrites or self.freshness is not None or self.unseen:
             return False
         if damping != self.damping or damping == 0:  # a number in the graph, where a schedule would need many graphs
             return False

@@ -236,6 +236,7 @@ class MetricTracker:
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
         self.weight = EmaWeight(schedule.decay)
+        self._next_weight: EmaWeight | None = None  # after the gradient of this step, if it is added in a captured step
         self.step = 0
         self.estimated = 0  # the step in which the metric was last estimated
         self.pending_params: frozenset[str] = frozenset()  # trained but not in the metric: it is due until they are
@@ -346,6 +347,7 @@ class MetricTracker:
         if self._unreached is not None:
             self.unreached = self._never_reached
         self.average = operator
+        self.weight = self._next_weight or self.weight  # a graph that is replayed does not run ``add``
         if self.absorbed:
             self.weight.end_step()
         elif estimated:
@@ -359,7 +361,7 @@ class MetricTracker:
         self.abandon()
         self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
-        self.absorbed, self.weight.examples = False, 0
+        self.absorbed, self.weight.examples, self._next_weight = False, 0, None
         self._problem, self._agreed = None, False
         self._unreached = None
         self._modes.clear()
@@ -471,14 +473,15 @@ class MetricTracker:
         """
         assert self.average is not None
         observer, average, structure = self.observer, self.average, self.structure
-        weight = replace(self.weight)
-        number = weight.next(1)
-        self.weight, self.absorbed = weight, True
+        next_weight = replace(self.weight)
+        number = next_weight.next(1)
+        self._next_weight, self.absorbed = next_weight, True
 
         def add(ω: Covector, weight: Scalar) -> None:
             sample = GradientSample(ω, frozenset(), observer.blocks, observer.memory, observer.cache.graphs)
             with full_precision(observer.model.example.device):
                 structure.absorb_gradient(sample, average, weight)
+            self.weight = next_weight  # not before: a step that fails has added nothing
 
         return add, number
 

@@ -145,3 +145,12 @@ def test_what_is_no_residual_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="least squares has residuals"):
         ng.LeastSquares(ng.Residuals(plain, grid(3)), net, step=ng.SelfTuned()).step()
     assert flat(net).isfinite().all()
+
+
+def test_a_class_of_residuals_may_depend_on_frozen_parameters_only() -> None:
+    net = network(2, 5, 1)
+    for p in net[0].parameters():
+        p.requires_grad_(False)
+    frozen = ng.Residuals(lambda net, x: net[0](x), grid(3))
+    result = ng.LeastSquares({"all": ng.Residuals(plain, grid(3)), "frozen": frozen}, net).solve(max_steps=3)
+    assert result.history[-1].loss <= result.history[0].loss

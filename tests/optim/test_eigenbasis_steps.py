@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import pytest
 import torch
@@ -296,6 +296,55 @@ def test_captured_steps_of_natural_are_those_of_a_processor(every: int, gpu: Cal
         assert it is None or it.replays > 18
     for found, right in zip(*runs, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+
+
+@final
+class Forwarding(ng.solve.Solver):
+    """Makes a new inverse every time, as a solver does that does not say otherwise."""
+
+    def init(self, G: Any, damping: Any = 0.0, warm: Any = None) -> Any:
+        return ng.Factored().init(G, damping, warm)
+
+
+def natural(model: nn.Module, solver: Any) -> ng.NaturalGradient:
+    structure = ng.Refresh(ng.Kronecker(largest=1, power=0.5), 1, 0.9, 1)
+    return ng.NaturalGradient(
+        model, ng.BatchGradient(), structure=structure, solver=solver, step=ng.Polar(0.4), lr=0.01,
+        damping=ng.Relative(0.1), momentum=0.9, momentum_on="gradients", fallback="adamw",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_solver_that_makes_new_inverses_takes_the_steps_of_one_that_overwrites_them(
+    captures: bool, gpu: Callable[[], Gpu]
+) -> None:
+    it, runs = gpu(), []
+    it.captures = captures
+    for solver in (ng.Factored(), Forwarding()):
+        model = net([6, 4, 4, 3])
+        runs.append(trained(model, natural(model, solver), range(24)))
+    for found, right in zip(*runs, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_step_that_raises_leaves_the_weights_of_the_moving_average_as_they_were(
+    captures: bool, gpu: Callable[[], Gpu]
+) -> None:
+    it, runs = gpu(), []
+    it.captures = captures
+    for failures in (0, 5):
+        model = net([6, 4, 4, 3])
+        opt = natural(model, ng.Factored())
+        trained(model, opt, range(6))
+        for _ in range(failures):
+            opt.param_groups[0]["lr"] = "much"
+            with pytest.raises((TypeError, ValueError)):
+                opt.step()
+        opt.param_groups[0]["lr"] = 0.01
+        runs.append(trained(model, opt, range(6, 12)))
+    for found, right in zip(*runs, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("depth", [1, 8])
