@@ -550,7 +550,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="rounds of the timing; half of them for steps on cpu")
     parser.add_argument("--section", choices=sections(), action="append", help="run this section; may be repeated")
     parser.add_argument("--network", action="append", help="only networks whose names contain this; may be repeated")
-    parser.add_argument("--contestant", action="append", help="only those whose names contain this; may be repeated")
+    parser.add_argument(
+        "--contestant", action="append", help="only this one, or those whose names contain this; may be repeated"
+    )
     parser.add_argument("--together", action="store_true", help="all contestants alternate in every round")
     parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the saved file and stop")

@@ -49,7 +49,8 @@ class Target:
 class Report:
     """All measurements. ``timed``: how contestants alternate, in ``duels`` with the unit or all ``together``.
 
-    ``words``: only contestants whose names contain one of them are timed, and the units; without any, all.
+    ``words``: only contestants whose names contain one of them are timed, and the units; without any, all. A word that
+    is the name of a contestant stands for this one alone.
     """
 
     device: torch.device
@@ -87,7 +88,8 @@ class Report:
         """
         on_gpu = self.device.type == "cuda"
         if self.words:
-            matching = (name for name in entries if any(word in name for word in self.words))
+            of_word = {word: [word] if word in entries else [n for n in entries if word in n] for word in self.words}
+            matching = (name for names in of_word.values() for name in names)
             entries = {name: entries[name] for name in dict.fromkeys((unit, *matching))}
         if on_gpu:
             self.launches[section] = launch_time(self.device)
