@@ -144,6 +144,14 @@ def rows(x: Tensor, trailing: int = 1) -> Tensor:
     return x.reshape(x.shape[:lead].numel(), *x.shape[lead:])
 
 
+def rows_and_mask(x: Tensor, mask: Tensor, trailing: int = 1) -> tuple[Tensor, Tensor]:
+    """x [* *rest] as ``rows`` [m *rest], and a mask of its rows, which has as many entries, as [m]."""
+    lead = x.ndim - trailing
+    order = sorted(range(lead), key=x.stride, reverse=True)
+    mask = mask.reshape(x.shape[:lead]).permute(order).reshape(-1)
+    return x.permute(*order, *range(lead, x.ndim)).reshape(len(mask), *x.shape[lead:]), mask
+
+
 def second_moment(x: Tensor, ones: bool | Tensor = False) -> Tensor:
     """Σ x̄ x̄ᵀ [d d] over all rows of x [*k n r i]; x̄ = (x, 1) with ``ones``, or (x, u_n) where they are u [n].
 
@@ -193,8 +201,7 @@ def counted_product(x: Tensor, ones: bool, counted: Tensor) -> tuple[Tensor, Ten
     """
     i = x.shape[2]
     with_ones = ones and x.numel() <= _COPIED
-    order = sorted((0, 1), key=x.stride, reverse=True)  # that of the memory
-    flat, mask = x.permute(*order, 2).reshape(-1, i), counted.permute(order).reshape(-1)
+    flat, mask = rows_and_mask(x, counted)
     copy = keep_rows(flat, mask, multiplied(x, x.numel() * i), aligned_size(i + 1) if with_ones else i)
     if with_ones:
         total = _product_with_ones(copy, i)
@@ -395,7 +402,7 @@ def aligned_square(x: Tensor, size: int) -> Tensor:
     return x.new_empty(size, aligned_size(size), dtype=summed(x.dtype))[:, :size]
 
 
-def divided(total: Tensor, count: Tensor) -> Tensor:
+def over_count(total: Tensor, count: Tensor) -> Tensor:
     """total/count, with rows that are as far apart in memory as those of the total."""
     *_, d, width = total.shape
     if total.ndim != 3 or total.stride(2) != 1 or total.stride(1) <= width:

@@ -320,7 +320,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.tracker.sees_gradients:
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
                 self.flag.check(ω, "the gradient")
-            if self._joins_step(without_grad):
+            if self._captures_metric(without_grad):
                 average = self.tracker.gradient_average()
             else:
                 self.tracker.see_gradient(ω, without_grad)
@@ -337,12 +337,12 @@ class NaturalGradient(torch.optim.Optimizer):
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(self.preconditioner.informed(G), estimated)
 
-    def _joins_step(self, without_grad: frozenset[str]) -> bool:
+    def _captures_metric(self, without_grad: frozenset[str]) -> bool:
         """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
         G, damping = self.tracker.average, like(self.preconditioner.damping, common_damping(self.param_groups))
         if without_grad or G is None or not isinstance(self.rule, PlainRule):
             return False
-        return is_asynchronous(self.tracker.model.example.device) and self.preconditioner.joins_step(G, damping)
+        return is_asynchronous(self.tracker.model.example.device) and self.preconditioner.capturable(G, damping)
 
     def _plain_step(
         self,

@@ -56,7 +56,7 @@ class Preconditioner:
         # In a step: its number, its metric, whether the last inverse has been overwritten, and whether a layer is new.
         self._step, self._overwritten, self._grown = 0, False, False
         self._operator: Operator | None = None
-        self._joined: tuple[Operator, Inverse] | None = None  # the last metric and inverse that joined a captured step
+        self._capturable: tuple[Operator, Inverse] | None = None  # the last metric and inverse that were so
 
     @contextmanager
     def attempt(self, G: Operator, damping: Damping, step: int, *, changed: bool) -> Iterator[Operator]:
@@ -149,20 +149,20 @@ class Preconditioner:
         assert self.inverse is not None
         return self.inverse
 
-    def joins_step(self, G: Operator, damping: Damping) -> bool:
-        """Whether the inverse of G can be computed inside of a captured step: ``prepare_in_step``."""
+    def capturable(self, G: Operator, damping: Damping) -> bool:
+        """Whether the inverse of G can be computed inside a captured step, by ``prepare_in_step``."""
         if self.inverse is None or not self.solver.overwrites or self.freshness is not None or self.unseen:
             return False
         if damping != self.damping or damping == 0:  # a number in the graph, where a schedule would need many graphs
             return False
-        if self._joined is not None and self._joined[0] is G and self._joined[1] is self.inverse:
+        if self._capturable is not None and self._capturable[0] is G and self._capturable[1] is self.inverse:
             return True  # as in the last step
-        joins = self.inverse.joins_step(self.inverted_metric(G))
-        self._joined = (G, self.inverse) if joins else None
-        return joins
+        capturable = self.inverse.capturable(self.inverted_metric(G))
+        self._capturable = (G, self.inverse) if capturable else None
+        return capturable
 
     def prepare_in_step(self, damping: Damping) -> Callable[[], None] | None:
-        """``prepare``, where ``joins_step`` allows it: a function that the caller calls in the captured step, or None.
+        """``prepare``, where ``capturable`` allows it: a function that the caller calls in the captured step, or None.
 
         It computes the inverse in the memory of the last one.
         """

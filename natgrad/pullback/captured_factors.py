@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.modules import buffers_of
-from natgrad.accelerate.moments import rows
+from natgrad.accelerate.moments import rows, rows_and_mask
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.model import tensors_of
 from natgrad.pullback.coupling import at_fixed_address
@@ -191,9 +191,9 @@ class CapturedKernels:
             if there is None:
                 called.append(rows(x, trailing))
                 continue
-            x_rows, mask = _matching_rows(x, self._mask_of(at, padded.numbers, there), trailing)
+            x_rows, mask = rows_and_mask(x, self._mask_of(at, padded.numbers, there), trailing)
             called.append(x_rows)
-            masks.append(mask)
+            masks.append(mask.unsqueeze(1))
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(tensors)
@@ -363,11 +363,3 @@ class PaddedRows:
     numbers: tuple[int, ...]
     uses: tuple[tuple[int, int], ...]
     others: list[int]
-
-
-def _matching_rows(x: Tensor, mask: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
-    """x [* *i] as [m *i] and its mask [n r] as [m 1], both in the order that x has in memory."""
-    lead = x.ndim - trailing
-    order = sorted(range(lead), key=x.stride, reverse=True)
-    mask = mask.reshape(x.shape[:lead]).permute(order).reshape(-1, 1)
-    return x.permute(*order, *range(lead, x.ndim)).reshape(-1, *x.shape[lead:]), mask

@@ -24,10 +24,10 @@ from torch import Tensor
 from natgrad.accelerate.moments import (
     accumulate_second_moment,
     counted_moment,
-    divided,
     entry_moments,
     marked_moment,
     nonzero_rows,
+    over_count,
     second_moment,
     single,
     symmetric_product,
@@ -86,7 +86,7 @@ class Moment:
         total = self.total
         if isinstance(count, Tensor):
             count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
-            return divided(total, count)
+            return over_count(total, count)
         return total / count
 
     def over(self, count: int | Tensor) -> Moment:

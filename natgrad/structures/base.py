@@ -583,8 +583,8 @@ class Inverse(ABC):
         """The new inverse, copied into the memory of this one if that is possible."""
         return new
 
-    def joins_step(self, G: Operator) -> bool:
-        """Whether the inverse of G can be computed in this memory inside of a captured step.
+    def capturable(self, G: Operator) -> bool:
+        """Whether the inverse of G can be computed in this memory inside a captured step.
 
         Then it cannot fail, and nobody looks at a value of G or of the inverse.
         """

@@ -664,7 +664,7 @@ class ProductInverse(LayerInverse):
         memory = [stack.memory for pair in self.stacks for stack in pair]
         return all(t.dtype == like.dtype and t.device == like.device for t in memory)
 
-    def joins_step(self, G: Operator) -> bool:
+    def capturable(self, G: Operator) -> bool:
         """Powers of diagonals are a dozen kernels, whatever the depth of the network."""
         if not isinstance(G, KroneckerOperator) or not G.inverts_at_once or G.fit == "kl" or G.unseen:
             return False
