@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import curves
 from benchmarks.race_models import REPORT, TUNE, tasks
-from benchmarks.races import HEAD, Records
+from benchmarks.races import HEAD, Records, chosen
 from benchmarks.races import rows as race_rows
 from benchmarks.report import claim_table, ratio_table
 from experiments import powers
@@ -213,9 +213,15 @@ def races(folder: Path = RECORDS) -> str:
 
 
 def race(task: str, optimizer: str, column: str, folder: Path = RECORDS) -> str:
-    """A cell of the best row of an optimizer, without its deviation: race("decoder", "adamw", "loss, equal steps")."""
-    row = next(row for row in race_rows(Records.load(folder), tasks()[task]) if row[0] == optimizer)
-    return row[HEAD.index(column)].partition(" ± ")[0]
+    """A cell of the tuned row of an optimizer, without its deviation: race("decoder", "adamw", "loss, equal steps").
+
+    The best row, where the setting that is best in tuning has no final runs, or the tuning is not on record.
+    """
+    records = Records.load(folder)
+    rows = [row for row in race_rows(records, tasks()[task]) if row[0] == optimizer]
+    setting = chosen(records, tasks()[task], optimizer)
+    tuned = [row for row in rows if setting is not None and row[1] == f"{setting[0]:g}, {setting[1]:g}"]
+    return (tuned or rows)[0][HEAD.index(column)].partition(" ± ")[0]
 
 
 def ablation(name: str = "decoder", folder: Path = RECORDS) -> str:

@@ -37,17 +37,28 @@ class Curve:
 
     mean: list[float]
     deviation: list[float]
+    seeds: int
 
     @staticmethod
     def of(records: Sequence[Record], quantity: Callable[[Point], float]) -> Curve:
         """Over the seeds, for the epochs that all runs have."""
         columns = list(zip(*([quantity(point) for point in record.history] for record in records), strict=False))
         mean = [statistics.fmean(column) for column in columns]
-        return Curve(mean, [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns])
+        deviation = [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns]
+        return Curve(mean, deviation, len(records))
+
+    def after(self, epoch: int, digits: int) -> str:
+        """Mean ± deviation after an epoch, which counts from 0; one seed has no deviation.
+
+        >>> Curve([0.25], [0.0], seeds=1).after(-1, 2), Curve([0.25], [0.125], seeds=2).after(-1, 3)
+        ('0.25', '0.250 ± 0.125')
+        """
+        mean = f"{self.mean[epoch]:.{digits}f}"
+        return mean if self.seeds < 2 else f"{mean} ± {self.deviation[epoch]:.{digits}f}"
 
     def columns(self) -> dict[str, list[float]]:
         """For JSON, with five digits."""
-        return {name: [float(f"{v:.5g}") for v in values] for name, values in vars(self).items()}
+        return {name: [float(f"{v:.5g}") for v in getattr(self, name)] for name in ("mean", "deviation")}
 
 
 @final
@@ -111,9 +122,9 @@ class Group:
         early = before_decay(len(loss.mean))
         best = [100 * max(point.test_accuracy for point in record.history) for record in self.records]
         cells = [
-            f"{loss.mean[early]:.3f} ± {loss.deviation[early]:.3f}",
-            f"{loss.mean[-1]:.4f} ± {loss.deviation[-1]:.4f}",
-            f"{accuracy.mean[-1]:.2f} ± {accuracy.deviation[-1]:.2f}",
+            loss.after(early, 3),
+            loss.after(-1, 4),
+            accuracy.after(-1, 2),
             f"{statistics.fmean(best):.2f}",
             "–" if self.alone is None else f"{self.alone:.2f}",
         ]

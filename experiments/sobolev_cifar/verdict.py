@@ -114,16 +114,39 @@ class Runs:
         coverage: float = 0.95,
     ) -> Difference | None:
         """Optimizer and schedules of both sides; None with fewer than two common seeds."""
+        values = self._pairs(dataset, ours, theirs, quantity, seeds)
+        if len(values) < 2:
+            return None
+        one, other = self.side(dataset, *ours), self.side(dataset, *theirs)
+        assert one is not None
+        assert other is not None
+        mean = sum(second for _, second in values.values()) / len(values)
+        same = all(one.commits(seed) == other.commits(seed) for seed in values)
+        paired = Paired(tuple(a - b for a, b in values.values()))
+        return Difference(quantity, tuple(values), paired, mean, coverage, same)
+
+    def _pairs(
+        self,
+        dataset: str,
+        ours: tuple[str, Collection[str]],
+        theirs: tuple[str, Collection[str]],
+        quantity: Quantity,
+        seeds: Collection[int],
+    ) -> dict[int, tuple[float, float]]:
+        """The values of both sides by their common seeds."""
         one, other = self.side(dataset, *ours), self.side(dataset, *theirs)
         if one is None or other is None:
+            return {}
+        common = sorted(one.seeds & other.seeds & set(seeds))
+        return {seed: (one.of(quantity, seed), other.of(quantity, seed)) for seed in common}
+
+    def first_seed(self, dataset: str, quantity: Quantity, seeds: Collection[int]) -> tuple[int, float, float] | None:
+        """Where only one seed has been run, that seed, Sobolev minus K-FAC, and the same over K-FAC's value."""
+        values = self._pairs(dataset, ("sobolev", BOTH), ("amari", BOTH), quantity, seeds)
+        if len(values) != 1:
             return None
-        common = tuple(sorted(one.seeds & other.seeds & set(seeds)))
-        if len(common) < 2:
-            return None
-        values = [(one.of(quantity, seed), other.of(quantity, seed)) for seed in common]
-        mean = sum(second for _, second in values) / len(values)
-        same = all(one.commits(seed) == other.commits(seed) for seed in common)
-        return Difference(quantity, common, Paired(tuple(a - b for a, b in values)), mean, coverage, same)
+        ((seed, (a, b)),) = values.items()
+        return seed, a - b, (a - b) / b
 
     def claim(self, dataset: str, quantity: Quantity, seeds: Collection[int]) -> Difference | None:
         """Sobolev minus K-FAC with the same schedules, a seed counts once."""
@@ -160,6 +183,10 @@ def margin_grows(ten: Difference, hundred: Difference) -> tuple[float, float, fl
     return means[0] - means[1], means[0] - means[1] - half, means[0] - means[1] + half
 
 
+def _per_cent(relative: float) -> str:
+    return f"{signed(100 * relative, 1)} %"
+
+
 def _partly(found: Difference, planned: Collection[int]) -> str:
     return "" if len(found.seeds) == len(planned) else f", preliminary: {len(found.seeds)} of {len(planned)} seeds"
 
@@ -169,6 +196,10 @@ def _clause(runs: Runs, dataset: str) -> str:
     if found is not None:
         words = f"Sobolev K-FAC's training loss up to 40 % of the epochs differs from K-FAC's by {found.per_cent()}"
         return f"on {name} {words} ({verdict_on(found)}{_partly(found, DECIDE[dataset])})"
+    first = runs.first_seed(dataset, PRIMARY, DECIDE[dataset])
+    if first is not None:
+        count = f"one seed of {len(DECIDE[dataset])}"
+        return f"on {name} {count} has been run, which decides nothing ({_per_cent(first[2])})"
     before = runs.claim(dataset, PRIMARY, EVERY)
     if before is None:
         return f"{name} has not been run"
@@ -224,7 +255,12 @@ def endpoints(runs: Runs) -> str:
         for kind, quantity in (("primary", PRIMARY), ("secondary", SECONDARY)):
             found, every = (runs.claim(dataset, quantity, chosen) for chosen in (seeds, EVERY))
             names = [NAMES[dataset], f"{kind}: {quantity.title}"]
-            if found is None:
+            first = runs.first_seed(dataset, quantity, seeds)
+            if first is not None:
+                seed, less, relative = first
+                cells = [f"{seed}", signed(less, quantity.digits), _per_cent(relative) if quantity is PRIMARY else "–"]
+                rows.append([*names, *cells, *3 * ["–"], f"preliminary: 1 of {len(seeds)} seeds"])
+            elif found is None:
                 rows.append([*names, f"{min(seeds)} to {max(seeds)}", _SEEN, *5 * ["–"]])
             else:
                 alike = "similar" if similar(found) else "not similar"
@@ -333,7 +369,7 @@ def figures(runs: Runs) -> str:
                 continue
             (group,) = side.groups
             early = sum(side.of(PRIMARY, seed) for seed in side.seeds) / len(side.seeds)
-            end = f"{group.accuracy.mean[-1]:.2f} ± {group.accuracy.deviation[-1]:.2f}"
+            end = group.accuracy.after(-1, 2)
             rows.append([*names, f"{len(side.seeds)}", f"{early:.4f}", end, _reached(runs, group)])
     head = ["figure", "images", "the paper prints", "curve", "seeds", PRIMARY.title, SECONDARY.title]
     table = _table([*head, "epoch at which the baseline's final test accuracy is reached"], rows)

@@ -85,6 +85,14 @@ def test_a_part_of_the_seeds_is_called_preliminary_and_other_commits_are_marked(
     assert "| CIFAR-10 | primary: training loss, mean of epochs to 40 % | 3 to 7 | not run yet |" in table
 
 
+def test_one_seed_is_shown_without_an_interval_and_decides_nothing(tmp_path: Path) -> None:
+    runs = found([*runs_of("cifar100", "amari", [2.0], [1]), *runs_of("cifar100", "sobolev", [1.8], [1])], tmp_path)
+    assert "on CIFAR-100 one seed of 4 has been run, which decides nothing (−10.0 %)" in verdict.sentences(runs)[0]
+    table = verdict.endpoints(runs)
+    assert "| 1 | −0.2000 | −10.0 % | – | – | – | preliminary: 1 of 4 seeds |" in table
+    assert "±" not in report.table(runs.groups)
+
+
 @pytest.mark.parametrize(("control", "words"), [(2.2, "does worse"), (1.2, "does better"), (1.8, "does as well")])
 def test_the_control_tells_whether_geometry_matters(control: float, words: str, tmp_path: Path) -> None:
     seeds, wiggle = [3, 4, 5, 6], [0.0, 0.02, -0.02, 0.01]
