@@ -471,14 +471,17 @@ FIRST, NEW_FACTORS, PLAIN = "natgrad K-FAC, first step", "natgrad K-FAC, new fac
 
 
 def resnet18(report: Report, case: Case) -> None:
-    """The kinds of steps of a K-FAC run, each timed beside a step of AdamW; factors are new every ten steps."""
+    """The kinds of steps of a K-FAC run, each timed beside a step of AdamW; factors are new every ten steps.
+
+    Three optimizers make a first step: the first of them also waits for memory that the process has never used.
+    """
     problem = case.make(report.device)
     seconds: dict[str, list[float]] = {name: [] for name in (ADAMW, FIRST, NEW_FACTORS, PLAIN)}
     beside: dict[str, list[float]] = {name: [] for name in seconds}
-    for _ in range(max(1, report.rounds // 3)):
+    for number in range(3):
         training(problem, adamw, 2)()  # memory and caches are warm
         ours, theirs = training(problem, kfac(problem, 10, 100), 1), training(problem, adamw, 1)
-        for step in range(21):
+        for step in range(21 if number < max(1, report.rounds // 3) else 1):
             name = FIRST if step == 0 else NEW_FACTORS if step % 10 == 0 else PLAIN
             unit, time = _seconds(theirs, report.device), _seconds(ours, report.device)
             seconds[name].append(time)
@@ -491,6 +494,7 @@ def resnet18(report: Report, case: Case) -> None:
     plain, renewed = race.ratio(PLAIN, ADAMW).median, race.ratio(NEW_FACTORS, ADAMW).median
     first = race.time(FIRST).median / race.time(PLAIN).median
     report.targets.append(Target(f"first K-FAC step over a plain one, {problem.name}", first, 3.0, True))
+    report.targets.append(Target(f"a plain K-FAC step over one of fused AdamW, {problem.name}", plain, 2.0, True))
     claim = f"ten K-FAC steps, one of them with new factors, over ten of fused AdamW, {problem.name}"
     report.targets.append(Target(claim, (9 * plain + renewed) / 10, 2.0, True))
 
