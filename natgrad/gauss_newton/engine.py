@@ -27,15 +27,18 @@ from natgrad.step.base import ResidualSpace, Step, StepContext, StepRule
 from natgrad.step.line_search import GeodesicSearch
 from natgrad.structures.base import Structure
 
-Status: TypeAlias = Literal["ftol", "xtol", "gtol", "loss", "stalled", "max_steps", "seconds", "stopped"]
+Status: TypeAlias = Literal["ftol", "xtol", "gtol", "loss", "stalled", "damped", "max_steps", "seconds", "stopped"]
 _DAMPING = 1e-3  # of the first step, relative to the mean eigenvalue of G that is not zero by counting rows
 _REFUSED = 3  # steps in a row
+_PROMISED = 1e3  # times ftol or xtol: the share of the loss that an undamped step may promise at a solution
 _REASONS: dict[str, str] = {
     "ftol": "the loss changed by less than ftol of itself",
     "xtol": "the step was shorter than xtol of the parameters",
     "gtol": "the gradient is below gtol",
     "loss": "the loss is at most the one that was asked for",
     "stalled": "no step lowers the loss",
+    "damped": "damped steps hardly move, where an undamped one promises a lower loss: scale the parameters to similar "
+    "sizes, start elsewhere, or fit them by ng.least_squares",
     "max_steps": "the number of steps is used up",
     "seconds": "the time is used up",
     "stopped": "the callback asked to stop",
@@ -287,7 +290,7 @@ class LeastSquares:
                 status = "seconds"
             if status is None and len(history) == max_steps:
                 status = "max_steps"
-        return self._result(status, history, time.perf_counter() - start)
+        return self._result(status, history, time.perf_counter() - start, max(ftol, xtol))
 
     def _stopped(
         self, new: Record, history: Sequence[Record], loss: float, ftol: float, xtol: float, gtol: float
@@ -309,13 +312,29 @@ class LeastSquares:
             return "ftol"
         return None
 
-    def _result(self, status: Status, history: list[Record], seconds: float) -> LeastSquaresResult:
+    @staticmethod
+    def _promises_more(J: ResidualJacobian, r: Tensor, first: float, tolerance: float) -> bool:
+        """Whether the linear model without damping promises a lower loss, beyond the tolerance and rounding.
+
+        ``first``: the loss at the start, of which rounding is a share.
+
+        Large damping makes short steps, also where the loss could fall: short steps alone are no sign of a minimum.
+        """
+        promised, eps = J.removable(r), torch.finfo(r.dtype).eps
+        if promised is None:
+            return False
+        enough = max(_PROMISED * tolerance, math.sqrt(eps)) * float(r.square().sum())
+        return promised > enough and promised > 2 * eps * first
+
+    def _result(self, status: Status, history: list[Record], seconds: float, tolerance: float) -> LeastSquaresResult:
         points = self.draw()
         pullbacks = [each.pullback(x) for each, x in zip(self.classes, points, strict=True)]
         J = self._jacobian(pullbacks)
         r = self._stacked([pb.y for pb in pullbacks])
         loss, dtype = 0.5 * float(r.square().sum()), r.dtype
-        if dtype != torch.float64 and status in ("ftol", "xtol", "stalled"):
+        if status in ("ftol", "xtol") and self._promises_more(J, r, history[0].loss, tolerance):
+            status = "damped"
+        if dtype != torch.float64 and status in ("ftol", "xtol", "stalled", "damped"):
             self._logger.log_once(
                 logging.WARNING,
                 "least squares in %s stopped at the loss %.2g, where rounding hides any progress: use double precision "

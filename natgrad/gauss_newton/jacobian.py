@@ -47,6 +47,13 @@ class ResidualJacobian(ABC):
     def singular_values(self) -> Tensor | None:
         """Those of J, all min(m, p), descending; None where J is known by products only."""
 
+    def removable(self, t: Tensor) -> float | None:
+        """‖P t‖², P the projection on the range of J: what of ‖t‖² an undamped step removes, by the linear model.
+
+        None where J is not formed, or has so few rows that its range may be everything.
+        """
+        return None
+
     def push(self, v: Tensor) -> Tensor:
         """J v [m]."""
         return self.operator.push_root(v)
@@ -121,6 +128,16 @@ class DenseJacobian(ResidualJacobian):
     def _qr(self) -> tuple[Tensor, Tensor]:
         Q, R = torch.linalg.qr(self.matrix)
         return Q, R
+
+    def removable(self, t: Tensor) -> float | None:
+        m, p = self.matrix.shape
+        if m <= p or p > _TRIANGULAR:
+            return None
+        length = self.matrix.norm(dim=0)  # columns of length 1: the rank does not depend on the units of parameters
+        Q, R = torch.linalg.qr(self.matrix / torch.where(length > 0, length, 1.0))
+        U, s, _ = torch.linalg.svd(R)
+        regular = s > m * torch.finfo(s.dtype).eps * s[:1]
+        return float(((t @ Q) @ U).square()[regular].sum())
 
     def push(self, v: Tensor) -> Tensor:
         return self.matrix @ v

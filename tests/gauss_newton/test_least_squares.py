@@ -1,19 +1,28 @@
 """``LeastSquares`` against J by torch.func: steps in every structure, the solution, its rank and covariance."""
 
+import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from benchmarks.least_squares import Problem
 from natgrad.errors import MemoryBoundError, SingularMetricError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
 from tests.gauss_newton.problems import boundary, edges, exact_rows, flat, grid, network, poisson, solution
+
+NIST = [
+    Problem(**{**row, "starts": tuple(row["starts"])})
+    for row in json.loads((Path(__file__).parents[1] / "least_squares" / "nist.json").read_text())
+]
 
 
 def moved(net: nn.Module, **options: object) -> Tensor:
@@ -166,6 +175,33 @@ def test_a_slow_start_of_the_default_converges_with_more_steps() -> None:
     ng.LeastSquares(poisson(7, 1.0), net).solve(max_steps=120)
     x = grid(9)
     assert (net(x) - solution(x)).norm() < 0.02 * solution(x).norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "rule", "status"),
+    [
+        ("Misra1c", 2, ng.LevenbergMarquardt(), "damped"),  # parameters 500 and 0.0001: their damping is one number
+        ("MGH10", 1, ng.LevenbergMarquardt(), "damped"),
+        ("MGH17", 1, None, "damped"),
+        ("Thurber", 2, ng.LevenbergMarquardt(), "ftol"),  # another minimum
+        ("Misra1c", 2, None, "xtol"),
+        ("BoxBOD", 1, ng.LevenbergMarquardt(), "ftol"),
+        ("Lanczos1", 2, None, "xtol"),  # residuals of 1e-13 are rounding, of which a step removes a part
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, StepRule) else str(value),
+)
+def test_success_is_a_point_from_which_no_undamped_step_lowers_the_loss(
+    name: str, start: int, rule: StepRule | None, status: str
+) -> None:
+    problem = next(each for each in NIST if each.name == name)
+    r, θ = problem.residuals(), {"b": torch.tensor(problem.starts[start - 1]).double()}
+    first = float(r(θ["b"]).norm())
+    result = ng.LeastSquares(lambda θ: r(θ["b"]), θ, step=rule).solve(max_steps=300)
+    J = torch.func.jacrev(r)(θ["b"])
+    δ = np.linalg.lstsq((J / J.norm(dim=0).clamp(min=1e-200)).numpy(), -r(θ["b"]).numpy(), rcond=1e-14)[0]
+    removed = float((J / J.norm(dim=0).clamp(min=1e-200) @ torch.from_numpy(δ)).norm())
+    small = removed < max(1e-5 * float(r(θ["b"]).norm()), 1e-10 * first)
+    assert (result.status, result.success, small) == (status, small, status != "damped")
 
 
 def test_a_linear_fit_has_the_covariance_of_the_textbook() -> None:
