@@ -171,6 +171,19 @@ class Operation:
     def operands(self) -> list[Operand]:
         return [operand for operand in (self.weight, self.bias) if operand is not None]
 
+    @property
+    def expanded(self) -> bool:
+        """Whether a parameter was expanded along an axis that is one of groups, outputs or inputs."""
+        pairs = [(self.weight, self.roles), (self.bias, self.bias_roles)]
+        return any(
+            role and size != single
+            for operand, roles in pairs
+            if operand is not None
+            for role, size, single in zip(
+                roles, operand.shape, operand.unexpanded, strict=False
+            )  # entries have no roles
+        )
+
     def inputs(self) -> Tensor:
         """a [r c i], detached, as it was when the operation ran."""
         if self.read is None:
@@ -544,7 +557,7 @@ class OperationRecorder(OperationMode):
             self._copies[at] = source, (copy, *chain)
 
     def _recognise(self, name: str, operands: dict[int, Operand], args: Any, kwargs: Any) -> list[Operation]:
-        overwritten = name in ("pow_", "lerp_", "addcmul_", "addcdiv_")
+        overwritten = name in ("pow_", "lerp_", "addcmul_", "addcdiv_", "div_")
         if overwritten and id(args[0]) in operands:
             return []  # its derivative would be taken where it no longer is
         if (overwritten or name == "mul_") and id(args[0]) not in operands:
@@ -556,6 +569,8 @@ class OperationRecorder(OperationMode):
         uses = [
             use for use in (result if isinstance(result, Sequence) else [result]) if use is not None and use.operands
         ]
+        if any(use.expanded for use in uses):
+            return []  # one number at several places of a matrix
         for use in uses:
             if use.name == "offset" and use.data is not None and use.weight is not None:
                 of, size = self._products.get(storage(use.data), (None, 0))

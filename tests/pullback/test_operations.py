@@ -171,6 +171,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[tuple[int, int, int
         X,
         [(3, 1, 1), (3, 1, 1), (12, 1, 1)],
     ),
+    "offset of positions": (lambda: Of(lambda w, b, x: x @ w + b, (4, 2), (2, 1)), X, [(1, 2, 4), (2, 1, 1)]),
+    "offset of columns": (
+        lambda: Of(lambda w, b, x: F.conv2d(x, w, padding=1) + b, (7, 4, 3, 3), (7,)),
+        IMAGE,
+        [(1, 7, 36), (7, 1, 1)],
+    ),
+    "offset of experts": (
+        lambda: Of(lambda w, b, x: (torch.bmm(x.transpose(0, 1), w) + b).transpose(0, 1), (2, 4, 2), (2, 1, 1)),
+        X,
+        [(2, 2, 4), (2, 1, 1)],
+    ),
+    "one bias of all experts": (
+        lambda: Of(lambda w, b, x: (torch.bmm(x.transpose(0, 1), w) + b).transpose(0, 1), (2, 4, 3), (3,)),
+        X,
+        [(2, 3, 4), (3, 1, 1)],
+    ),
+    "bias of rows": (lambda: Of(lambda w, b, x: (w @ x.mT + b).mT, (2, 4), (2, 1)), X, [(1, 2, 4), (2, 1, 1)]),
     "layer_scale": (lambda: Of(lambda g, x: x + g * torch.tanh(x), (4,)), X, [(4, 1, 1)]),
     "offset in place": (lambda: Of(lambda m, b, x: m(x).add_(b).relu_(), (3,), of=[L]), X, [(1, 3, 5), (3, 1, 1)]),
     "two offsets in place": (
@@ -429,6 +446,7 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lerp_ of a parameter": lambda w, x: w.expand(len(x), 4).clone().lerp_(x, w.sigmoid()),
     "addcmul_": lambda w, x: x.clone().addcmul_(x, w.expand(len(x), 4)),
     "addcdiv_": lambda w, x: x.clone().addcdiv_(x, w.exp().expand(len(x), 4)),
+    "div_": lambda w, x: x.clone().div_(w),
 }
 
 
@@ -442,6 +460,26 @@ def test_operations_in_place_have_the_metric_of_those_that_are_not(name: str) ->
         next(model.parameters()).copy_(w)
     G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean()))
     torch.testing.assert_close(G.dense(), torch.einsum("nop,noq->pq", J, J) / len(x))
+
+
+EXPANDED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], Tensor]] = {
+    "product": (lambda w, x: F.linear(x, w.expand(3, 4)).tanh(), (1, 4), X),
+    "blur": (lambda w, x: F.conv2d(x, w.expand(4, 1, 3, 3), groups=4).tanh(), (1, 1, 3, 3), IMAGE),
+    "of a function": (lambda w, x: F.linear(x, w.exp().expand(3, 4)).tanh(), (1, 4), X),
+    "lookup": (lambda w, i: F.embedding(i, w.expand(7, 4)).tanh(), (1, 4), IDS),
+    "bias": (lambda w, x: F.linear(x, w[:, :4], w[0, 4:].expand(3)).tanh(), (3, 5), X),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_a_parameter_that_is_expanded_to_a_weight_has_the_exact_metric(name: str) -> None:
+    run, shape, x = EXPANDED[name]
+    model = Of(run, shape)
+    s = normal(2, *model(x).shape)
+    R = by_hand(model, x, s) / len(x) ** 0.5
+    G = torch.einsum("knp,knq->pq", R, R)
+    close(ng.Dense().estimate(ng.pullback(model, x, Rooted(s))).dense(), G)
+    close(ng.Kronecker().estimate(ng.pullback(model, x, Rooted(s))).diagonal(), G.diagonal())
 
 
 def test_what_no_form_knows_is_missed_by_name() -> None:
