@@ -24,8 +24,9 @@ class Relative:
 
     S + ε·mean(S) and A + ε·mean(A) for the two factors of a layer, G_b + ε·mean(G_b) for every block of ``BlockDense``
     and every layer of ``EigenKronecker``, d + ε·mean(d) for every parameter of ``Diagonal``, and G + ε·tr G/p for one
-    matrix. The mean runs over all groups of a layer. Multiplying the loss, the inputs or the outputs of a layer by a
-    number multiplies G + λ by a number, and leaves the direction of the step as it was.
+    matrix. The mean runs over all groups of a layer. Multiplying the loss by a number multiplies G + λ by a number, and
+    leaves the direction of the step as it was. So does multiplying the outputs of a layer, or the inputs of one without
+    a bias, where every layer has its own λ; one matrix over several layers has one λ for all of them.
 
     What is zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero. So is that
     of factors whose λ is below the smallest normal number, 10⁻³⁸ in single precision: gradients have vanished there.
@@ -39,7 +40,7 @@ class Relative:
     epsilon: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.epsilon < math.inf:
+        if not is_number(self.epsilon) or not 0 < self.epsilon < math.inf:
             raise ValueError(
                 f"Relative(epsilon) must be positive and finite, got {self.epsilon}: without damping, give damping=0"
             )

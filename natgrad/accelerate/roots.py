@@ -22,7 +22,7 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.accelerate.sketch import signs
-from natgrad.errors import FactorisationError
+from natgrad.errors import FactorisationError, NonFiniteError
 
 Coefficients: TypeAlias = tuple[float, ...]  # of σ ↦ aσ + bσ³ + cσ⁵ + …
 Operand: TypeAlias = tuple[Tensor, ...]  # a stack of matrices, or its two halves
@@ -285,6 +285,11 @@ def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
         try:
             values, vectors = torch.linalg.eigh(symmetric.double())
         except RuntimeError as error:
+            if not bool(symmetric.isfinite().all()):
+                raise NonFiniteError(
+                    f"a factor of size {matrices.shape[-1]} holds NaN or infinity: clean the batch, or lower the "
+                    "learning rate"
+                ) from error
             raise FactorisationError(
                 f"the eigenvalues of a factor of size {matrices.shape[-1]} cannot be found, in double precision "
                 "neither: raise the damping, lower the learning rate, or use a larger batch"

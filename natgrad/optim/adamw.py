@@ -27,10 +27,10 @@ def without_metric(
 
     A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
     the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes or no entry, and the weights of
-    embeddings. ``of_gradients``: the metric sees gradients alone. Then it also has parameters with three axes outside
-    of ``nn.Conv1d``: they may be stacks of matrices [e i o], as those of experts. ``polar``: the steps are polar
-    factors. Then it also has matrices with one row or one column, if there are others: they are vectors, the polar
-    factor of a vector is its direction, and a step of one length never comes to rest.
+    embeddings. ``of_gradients``: the metric sees gradients alone, and ``polar``: the steps are polar factors. In both
+    cases it also has parameters with three axes outside of ``nn.Conv1d``: they may be stacks of matrices [e i o], as
+    those of experts. With polar factors it also has matrices with one row or one column, if there are others: they are
+    vectors, the polar factor of a vector is its direction, and a step of one length never comes to rest.
     """
     embeddings, kernels = _embeddings(model), _kernels(model)
     names = {id(p): name for name, p in model.params.items()}
@@ -41,7 +41,7 @@ def without_metric(
         all_of_it = "fallback" in group
         if group.get("fallback", fallback) == "adamw":
             no_matrix = {id(p) for p in group["params"] if p.ndim < 2 or not p.numel()} | embeddings
-            stacks = [p for p in group["params"] if of_gradients and p.ndim == 3 and id(p) not in kernels]
+            stacks = [p for p in group["params"] if (of_gradients or polar) and p.ndim == 3 and id(p) not in kernels]
             no_matrix |= {id(p) for p in stacks}
             if stacks and not all_of_it:
                 _log.info(

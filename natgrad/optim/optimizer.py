@@ -88,13 +88,14 @@ class NaturalGradient(torch.optim.Optimizer):
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. With
     ``fallback="adamw"`` parameters with fewer than two axes (gains, biases) and the weights of embeddings are stepped
     by AdamW, with the learning rate and the weight decay of their group. The metric covers the other parameters, among
-    them a head that is not tied to an embedding. If the metric is ``BatchGradient()``, AdamW also steps parameters with
-    three axes outside of ``nn.Conv1d``, which may be stacks of matrices (experts). A group may choose otherwise for all
-    of its parameters, ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last`` and
-    rules that evaluate the loss cover the parameters of the metric only. ``rules``: layer rules for your own modules.
-    ``output``: a function that extracts the output tensor from what the model returns. ``examples="inputs"``: the model
-    flattens its outputs over positions, [n·t *out], and the examples are the n rows of its first input. ``generator``
-    is for sampled metrics; by default the optimizer has its own, so that it does not use the global random state.
+    them a head that is not tied to an embedding. With ``BatchGradient()`` or ``Polar``, AdamW also steps parameters
+    with three axes outside of ``nn.Conv1d``, which may be stacks of matrices (experts). A group may choose otherwise
+    for all of its parameters, ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``.
+    ``opt.last`` and rules that evaluate the loss cover the parameters of the metric only. ``rules``: layer rules for
+    your own modules. ``output``: a function that extracts the output tensor from what the model returns.
+    ``examples="inputs"``: the model flattens its outputs over positions, [n·t *out], and the examples are the n rows of
+    its first input. ``generator`` is for sampled metrics; by default the optimizer has its own, so that it does not use
+    the global random state.
     ``memory``: the largest number of bytes that the structure may occupy.
 
     Parameters that the loss reaches, but not through the outputs (another head, outside of ``output``), have no metric:

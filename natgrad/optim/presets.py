@@ -387,10 +387,11 @@ def Shampoo(
 
     The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
-    it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step; AdamW steps embeddings and
-    parameters with fewer than two axes. A kernel [o i *k] has one factor for o and one for i, which its offsets share,
-    unless both have more than ``largest`` rows: then it is the matrix [o i·k]. ``fit="kl"`` is KL-Shampoo (Lin et al.
-    2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other arguments are those of ``Natural``.
+    it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step; AdamW steps what it steps
+    in ``Natural``, but matrices with one row or column. A kernel [o i *k] has one factor for o and one for i, which its
+    offsets share, unless both have more than ``largest`` rows: then it is the matrix [o i·k]. ``fit="kl"`` is
+    KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other arguments are
+    those of ``Natural``.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
@@ -495,8 +496,8 @@ def SOAP(
     4, 8, … Q ← QR(SQ), P ← QR(AP). What differs from the paper's algorithm: the first gradient takes a step; D is
     carried into a new basis, where the paper only sorts it; λ is 10⁻⁶ of the mean of D (the paper adds 10⁻⁸ to √D:
     ``damping=1e-16``), so that rounding along directions without a gradient is not amplified; momentum is Nesterov's
-    and not corrected for its start, so that the first steps are shorter; AdamW steps embeddings and parameters with
-    fewer than two axes.
+    and not corrected for its start, so that the first steps are shorter; AdamW steps what it steps in ``Natural``, but
+    matrices with one row or column.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
@@ -538,8 +539,8 @@ def Muon(
 
     Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
     ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch. A kernel
-    [o i *k] is the matrix [o i·k]; AdamW steps embeddings and parameters with fewer than two axes. M and the other
-    arguments are those of ``Natural``, ``iteration`` is that of ``Polar``.
+    [o i *k] is the matrix [o i·k]; AdamW steps what it steps in ``Natural``. M and the other arguments are those of
+    ``Natural``, ``iteration`` is that of ``Polar``.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.Muon(nn.Linear(4, 3), lr=3e-3)

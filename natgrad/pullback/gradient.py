@@ -261,5 +261,6 @@ def _moment(x: Tensor, count: int, *, only_diagonal: bool) -> Tensor:
 
 
 def _scale(G: Tensor) -> Tensor:
-    """m^-¼ [b], m the mean of g²; zero of a gradient that is zero."""
-    return G.square().mean((1, 2, 3)).pow(-0.25).nan_to_num(posinf=0.0)
+    """m^-¼ [b], m the mean of g²; zero of a gradient that is zero, and NaN where g² is infinite."""
+    m = G.square().mean((1, 2, 3))
+    return m.pow(-0.25).nan_to_num(posinf=0.0) + 0.0 * m

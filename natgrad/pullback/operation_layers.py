@@ -588,12 +588,12 @@ _MIXED = (
     "belong to no example"
 )
 _FUNCTION = (
-    "are behind a function (weight_norm, spectral_norm, a merged LoRA): they have the diagonal of the metric, not "
-    "Kronecker factors. Multiply by the parameters themselves to have them."
+    "are behind a function (weight_norm, spectral_norm, a merged LoRA): they have a diagonal in place of Kronecker "
+    "factors. Multiply by the parameters themselves to have them."
 )
 _LAYOUTS = (
-    "are used by products and entry by entry, or by products in different layouts: they have the diagonal of the "
-    "metric, not Kronecker factors. Use a parameter of its own for each to have them."
+    "are used by products and entry by entry, or by products in different layouts: they have a diagonal in place of "
+    "Kronecker factors. Use a parameter of its own for each to have them."
 )
 _OTHERWISE = "they are used in another way than in the pass that first used them"
 
@@ -672,7 +672,7 @@ class OperationLayers:
         """Layers of the ``wanted`` parameters, the uses of them in this pass, and why others have none."""
         operations, leaves = list(tape.operations or ()), tape.leaves
         reasons = {
-            name: f"they are read by {node}, of which natgrad knows nothing"
+            name: f"they are read by {node}, of which natgrad knows nothing: write it as a matrix product"
             for name, node in missed(tape.y, operations, leaves).items()
             if name in wanted
         }

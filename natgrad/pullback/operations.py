@@ -598,13 +598,28 @@ def _within(write: Map, shape: Sequence[int], stride: Sequence[int], start: int)
     return lambda g: write(g.contiguous().as_strided(shape, stride, start))
 
 
+_TOP = "the output"
+_VIEWS = (
+    "Expand",
+    "View",
+    "UnsafeView",
+    "Slice",
+    "Select",
+    "Permute",
+    "Transpose",
+    "TBackward",
+    "Unsqueeze",
+    "Squeeze",
+)
+
+
 def missed(y: Tensor, uses: Iterable[Operation], params: Mapping[str, Tensor]) -> dict[str, str]:
     """Parameters with a use that was not recorded, and the node of the graph that leads to it."""
     claimed = {(node, *tuple(operand.edge)[:2]) for use in uses for node, operand in use.claims}
     names = {id(p): name for name, p in params.items()}
     result: dict[str, str] = {}
     visited: set[Any] = set()
-    stack: list[tuple[Any, str]] = [(y.grad_fn, "the output")]
+    stack: list[tuple[Any, str]] = [(y.grad_fn, _TOP)]
     while stack:
         node, above = stack.pop()
         if node is None or node in visited:
@@ -613,5 +628,7 @@ def missed(y: Tensor, uses: Iterable[Operation], params: Mapping[str, Tensor]) -
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             result[name] = above
-        stack += [(to, node.name()) for to, nr in node.next_functions if to and (node, to, nr) not in claimed]
+        # A view on the way is not what reads the parameter.
+        reader = above if node.name().startswith(_VIEWS) and above != _TOP else node.name()
+        stack += [(to, reader) for to, nr in node.next_functions if to and (node, to, nr) not in claimed]
     return result

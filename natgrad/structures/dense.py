@@ -12,6 +12,7 @@ from typing import ClassVar, cast, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.roots import spectrum
 from natgrad.linalg import (
     Damping,
     Relative,
@@ -174,16 +175,23 @@ def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[tuple
 def _outer_products(
     sample: GradientSample, layout: Layout, positions: Sequence[Tensor | slice], old: Sequence[Tensor] | None
 ) -> list[Tensor]:
-    """g gᵀ at the positions of every block; entries of a parameter without a gradient are ``old`` ones."""
+    """g gᵀ at the positions of every block.
+
+    Parameters without a gradient have their ``old`` block, and zero beside the others: so every estimate is positive
+    semi-definite, and so is their average.
+    """
     g = layout.flatten(sample.ω)
     products = [torch.outer(g[at], g[at]) for at in positions]
     if not sample.without or old is None:
         return products
-    there = torch.ones_like(g, dtype=torch.bool)
-    there[Subset.of(layout, sorted(sample.without)).index(g.device)] = False
-    masks = [there[at] for at in positions]
+    absent = torch.zeros_like(g, dtype=torch.bool)
+    absent[Subset.of(layout, sorted(sample.without)).index(g.device)] = True
+    masks = [absent[at] for at in positions]
     triples = zip(masks, products, old, strict=True)
-    return [torch.where(mask[:, None] & mask, new, before) for mask, new, before in triples]
+    return [
+        torch.where(mask[:, None] & mask, before, new.masked_fill(mask[:, None] | mask, 0.0))
+        for mask, new, before in triples
+    ]
 
 
 def _cost(p: int, power: float) -> Cost:
@@ -339,7 +347,7 @@ def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:
     if power == 1:
         return matrix
     check_finite(matrix, what)
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = spectrum(matrix)
     return (vectors * powered(values, power, what)) @ vectors.T
 
 
@@ -440,7 +448,7 @@ class PowerInverse(Inverse):
         for _, matrix in batches:
             check_finite(matrix, what)
             λ = _shift(matrix, damping)
-            values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+            values, vectors = spectrum(matrix)
             zero = torch.zeros_like(values[:, :1], dtype=torch.bool)
             if isinstance(damping, Relative):
                 zero = values.abs().amax(-1, keepdim=True) == 0
@@ -535,7 +543,7 @@ def _pseudo_root(
 ) -> Tensor:
     """T with T Tᵀ = w ((w G w)⁺)^p w, w = W^{-½} or 1, of the ``matrix`` G with its damping in it."""
     inner = matrix if inverse_root is None else inverse_root @ matrix @ inverse_root
-    values, vectors = torch.linalg.eigh(0.5 * (inner + inner.transpose(-1, -2)))
+    values, vectors = spectrum(inner)
     rtol = matrix.shape[-1] * torch.finfo(matrix.dtype).eps if rtol is None else rtol
     refuse_indefinite(values, rtol, damping, "the metric")
     cut = rtol * values[..., -1:]
@@ -548,7 +556,7 @@ def _inverse_root(weight: Tensor, index: Tensor) -> Tensor:
     """W^{-½} [b d d] on the blocks ``index`` [b d], of a weight [p] (diagonal) or [p q]."""
     if weight.ndim == 1:
         return torch.diag_embed(weight[index].rsqrt())
-    values, vectors = torch.linalg.eigh(0.5 * (weight + weight.T))
+    values, vectors = spectrum(weight)
     root = (vectors * values.rsqrt()) @ vectors.T
     return root[index.unsqueeze(-1), index.unsqueeze(-2)]
 

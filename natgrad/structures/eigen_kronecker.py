@@ -183,14 +183,17 @@ class EigenKronecker(Layered):
         factors = split.of_all(saved, lambda block: self.zeros(block, dtype))
         left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
         d = tuple(split.of_all((tensors[f"{name}/D"] for name in names), lambda block: _zeros(block, dtype)))
-        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in split.blocks) for side in "QP")
+        q, p = ([tensors.get(f"{block.names[0]}/{side}") for block in split.blocks] for side in "QP")
+        unused = [b for b, block in enumerate(split.blocks) if block.names[0] in split.unseen]
+        for b, sides in zip(unused, Basis.of([left[b] for b in unused], [right[b] for b in unused]).sides, strict=True):
+            q[b], p[b] = sides  # of zeros, as they were
         layout = Layout.of(model.params, dtype)
         return EigenKroneckerOperator(
             layout,
             split.blocks,
             left,
             right,
-            Basis(q, p),
+            Basis(tuple(q), tuple(p)),
             d,
             fallback,
             split.unseen,

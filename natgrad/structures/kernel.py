@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.accelerate.moments import add_gram_, mirror_
+from natgrad.accelerate.roots import spectrum
 from natgrad.accelerate.temporaries import at_once
 from natgrad.kernels.gram import KernelMatrix, root_or_nan
 from natgrad.linalg import (
@@ -182,7 +183,7 @@ class KernelOperator(Operator):
         """The eigenvalues w [r] of R Rᵀ that are not zero, up to rounding, and the eigenvectors V [(k n) r]."""
         gram = self.gram()
         check_finite(gram, "the kernel")
-        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = spectrum(gram)
         positive = values > values.numel() * torch.finfo(values.dtype).eps * values[-1]
         return values[positive], vectors[:, positive]
 
@@ -324,7 +325,7 @@ class KernelOperator(Operator):
         weight = torch.linalg.cholesky(weight) if weight is not None and weight.ndim == 2 else weight
         gram = self.gram() if weight is None else self._weighted_gram(weight)
         check_finite(gram, "the kernel")
-        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = spectrum(gram)
         cut = (gram.shape[0] * torch.finfo(gram.dtype).eps if rtol is None else rtol) * values[-1]
         scale = torch.where(values > cut, values, torch.inf).pow(-2)
         return KernelPseudoInverse(self.layout, self, vectors, scale, weight)

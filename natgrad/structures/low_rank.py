@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from natgrad.accelerate.roots import spectrum
 from natgrad.linalg import Damping, Relative, check_finite, check_power, cholesky, inverse_powered, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.layer import Block
@@ -71,6 +72,8 @@ class LowRank(Structure):
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
         layout = Layout.of(model.params, tensors["values"].dtype)
         u, values, floor = (tensors[key] for key in ("vectors", "values", "floor"))
+        if self.power != 1 and bool((floor != floor[:1]).any()):  # saved at the power 1
+            return LowRankOperator(layout, u, values, floor, self.rank).with_power(self.power)
         return LowRankOperator(layout, u, values, floor, self.rank, power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
@@ -276,7 +279,7 @@ def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     Eigenvalues that are zero up to rounding are left out.
     """
     check_finite(matrix, "the metric")
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = spectrum(matrix)
     positive = values > values.numel() * torch.finfo(values.dtype).eps * values[-1:]
     keep = positive.nonzero().squeeze(-1).flip(0)[:rank]
     return values[keep], vectors[:, keep]

@@ -33,7 +33,8 @@ class Refresh(Structure):
     With ``inverse="fresh"`` there is no period. The metric is inverted in the steps 1, 2, 4, …, 64, and whenever its
     factors F have moved by ``drift`` since the last inverse: √(mean over the factors of ‖F̄ − F‖²/‖F‖²), from products
     with random signs, or the damping has. One factor of a hundred that doubles counts as much as a change of all
-    factors by a tenth. The host reads this number four steps later, so that it does not wait for the device.
+    factors by a tenth. This is measured whenever the inverse has grown older by an eighth of its age, and the host
+    reads the number four steps later, so that it does not wait for the device.
     ``budget``: inversions take at most this share of the measured time of the other steps; the steps 1, 2, 4, …, 64 are
     not limited. Measured times differ from run to run: with ``budget=None`` they are not used, and a run can be
     repeated and resumed bit for bit.
@@ -103,8 +104,8 @@ class Refresh(Structure):
             )
         for name in ("drift", "budget"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"Refresh({name}=…) must be positive, got {value}")
+            if (value is not None or name == "drift") and not (is_number(value) and value > 0):
+                raise ValueError(f"Refresh({name}=…) must be a positive number, got {value!r}")
         if self.fresh and not self.structure.stored:
             raise IncompatibleError(
                 f'Refresh(inverse="fresh") does not work with {type(self.structure).__name__}: it is never factored, '

@@ -474,6 +474,12 @@ def test_a_stack_of_matrices_is_no_kernel(make: Callable[..., ng.NaturalGradient
     assert "AdamW" not in str(kernels.plan())
 
 
+@pytest.mark.parametrize("metric", [ng.Empirical(), ng.Fisher(ng.Gaussian(), samples=1)], ids=["own", "Fisher"])
+def test_a_polar_factor_is_that_of_no_stack_whatever_the_metric(metric: ng.OutputMetric) -> None:
+    opt = ng.Natural(Experts(), metric)
+    assert "AdamW steps experts" in str(opt.plan())
+
+
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
 def test_a_kernel_that_is_made_from_others_is_one(norm: Callable[..., nn.Module]) -> None:
     model = nn.Sequential(norm(nn.Conv1d(2, 6, 3)), nn.Tanh(), norm(nn.ConvTranspose1d(6, 4, 3)))

@@ -306,8 +306,43 @@ def test_a_parameter_without_a_gradient_keeps_its_part(structure: ng.structures.
     before = step("a", "b").clone()
     after = step("a").clone()
     torch.testing.assert_close(after[size:, size:], before[size:, size:])
-    torch.testing.assert_close(after[:size, size:], before[:size, size:])
     assert not torch.allclose(after[:size, :size], before[:size, :size])
+    for names in ("b", "a", "b", "ab"):  # an average of g gᵀ
+        values = torch.linalg.eigvalsh(step(*names))
+        assert values[0] >= -1e-12 * values[-1]
+
+
+@pytest.mark.parametrize("saved", [1, 4, 6])
+def test_resuming_is_exact_before_a_layer_has_had_a_gradient(saved: int) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "late": nn.Linear(4, 4)}).double()
+
+    def step(model: nn.ModuleDict, opt: torch.optim.Optimizer, number: int) -> None:
+        x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        opt.zero_grad()
+        sum(model[name](x).square().sum() for name in ("a", "b", *["late"] * (number > 4))).backward()
+        opt.step()
+
+    opt = ng.SOAP(model, lr=1e-2, basis_every=3)
+    for number in range(saved):
+        step(model, opt, number)
+    resumed = copy.deepcopy(model)
+    again = ng.SOAP(resumed, lr=1e-2, basis_every=3)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for number in range(saved, 12):
+        step(model, opt, number)
+        step(resumed, again, number)
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("preset", [ng.Natural, ng.Shampoo, ng.SOAP])
+def test_squares_of_gradients_that_overflow_are_refused(preset: Any) -> None:
+    linear = nn.Linear(4, 3, bias=False)
+    opt = preset(linear) if preset is ng.SOAP else preset(linear, fit="kl")
+    linear.weight.grad = torch.full((3, 4), 1e20)
+    with pytest.raises(NonFiniteError, match="holds NaN or infinity"):
+        opt.step()
 
 
 def test_a_matrix_that_has_its_first_gradient_late_has_all_of_it() -> None:

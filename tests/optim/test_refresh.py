@@ -211,8 +211,10 @@ def test_a_metric_with_targets_asks_for_them() -> None:
         (lambda: ng.Refresh(ng.Implicit(), every=2), "does not work with Implicit"),
         (lambda: ng.Refresh(ng.Dense(), inverse=0), r"Refresh\(inverse=…\) must be at least 1, got 0"),
         (lambda: ng.Refresh(ng.Dense(), inverse="new"), "is a number of steps or \"fresh\", not 'new'"),  # type: ignore[arg-type]
-        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", drift=0.0), r"Refresh\(drift=…\) must be positive, got 0"),
-        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", budget=-1.0), r"Refresh\(budget=…\) must be positive, got -1"),
+        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", drift=0.0), r"drift=…\) must be a positive number, got 0"),
+        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", drift=None), r"Refresh\(drift=…\) must be a positive number"),  # type: ignore[arg-type]
+        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", budget="a"), r"Refresh\(budget=…\) must be a positive number"),  # type: ignore[arg-type]
+        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", budget=-1.0), r"budget=…\) must be a positive number, got -1"),
         (
             lambda: ng.Refresh(ng.Dense(), inverse=9, drift=0.2),
             'drift is for metrics that have none: .*inverse="fresh"',

@@ -130,7 +130,9 @@ def _merged(m: Written, x: Tensor) -> Tensor:
 
 def test_parameters_behind_a_function_have_a_diagonal_which_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     (message,) = told(_merged, caplog)
-    assert re.match(r"bare, body\.weight are behind a function .*the diagonal of the metric, .*Multiply by", message)
+    assert re.match(
+        r"bare, body\.weight are behind a function .*a diagonal in place of Kronecker factors.*Multiply by", message
+    )
     assert len(message) < 300
 
 

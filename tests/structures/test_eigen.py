@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.accelerate.roots import spectrum
-from natgrad.errors import FactorisationError
+from natgrad.errors import FactorisationError, NonFiniteError
 from natgrad.operators import EigenKroneckerOperator
 from natgrad.structures import layered
 from tests import kronecker_oracle, oracle, zoo
@@ -292,11 +292,18 @@ def test_eigenvalues_are_sought_in_double_precision_before_giving_up() -> None:
     torch.testing.assert_close(vectors @ torch.diag_embed(values) @ vectors.mT, A)
 
 
-def test_eigenvalues_that_cannot_be_found_say_so() -> None:
+def test_eigenvalues_that_cannot_be_found_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NonFiniteError, match="a factor of size 3 holds NaN or infinity: clean the batch"):
+        spectrum(torch.full((1, 3, 3), torch.nan))
+
+    def fails(_: torch.Tensor) -> NoReturn:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
     with pytest.raises(
         FactorisationError, match=r"eigenvalues of a factor of size 3 cannot be found, in double.*raise"
     ):
-        spectrum(torch.full((1, 3, 3), torch.nan))
+        spectrum(torch.eye(3)[None])
 
 
 def test_iterated_eigenvectors_tend_to_the_exact_ones() -> None:
