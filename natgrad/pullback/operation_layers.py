@@ -595,6 +595,10 @@ _LAYOUTS = (
     "are used by products and entry by entry, or by products in different layouts: they have a diagonal in place of "
     "Kronecker factors. Use a parameter of its own for each to have them."
 )
+_NO_DATA = (
+    "are multiplied by constants (positions, a table), not by the data: they have a diagonal in place of Kronecker "
+    "factors. Pass the constants as inputs, a row for every example, to have them."
+)
 _OTHERWISE = "they are used in another way than in the pass that first used them"
 
 
@@ -686,8 +690,14 @@ class OperationLayers:
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
         self._decide(model, by_name, rest, uses, leaves)
         for name in rest:
-            if isinstance(self._blocks[name].rule, EntriesRule) and any(use.in_product for use in uses[name]):
+            if not isinstance(self._blocks[name].rule, EntriesRule):
+                continue
+            if any(use.in_product for use in uses[name]):
                 self.diagonals[name] = _FUNCTION if any(use.through_function for use in uses[name]) else _LAYOUTS
+            elif sum(size > 1 for size in leaves[name].shape) > 1 and any(
+                use.operand.locate(leaves[name]) is None for use in uses[name]
+            ):
+                self.diagonals[name] = _NO_DATA
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
         result: list[Use] = []
         for block in blocks:

@@ -499,16 +499,25 @@ FORMS: dict[str, Form] = {
     "miopen_batch_norm": _batch_norm,
 }
 _COPIES = frozenset(("_to_copy", "clone"))
+_PRODUCTS = frozenset(("mm", "addmm", "linear"))
+_STATES = frozenset(("zeros", "ones", "full", "randn", "rand"))  # not positions (arange, linspace) or the identity
 
 
 @final
 class OperationRecorder(OperationMode):
-    """Collects uses while it is entered. ``inputs``: the tensors whose descendants are data."""
+    """Collects uses while it is entered. ``inputs``: the tensors whose descendants are data.
+
+    So is a matrix of zeros, ones or noise that the pass makes, with a row for every example: the first state of a
+    recurrence.
+    """
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
+        given = list(inputs)
         self._uses: list[Operation] = []
-        self._data = {storage(t): True for t in inputs}
+        self._data = {storage(t): True for t in given}
+        self._sizes = {size for t in given for size in t.shape[:2]}  # among them the number of examples
+        self._states: set[int] = set()  # memory
         self._copies: dict[int, tuple[int, tuple[Copy, ...]]] = {}
         self._pending: list[tuple[Operation, Tensor, Tensor | None]] = []
         self._products: dict[int, tuple[Operation, int]] = {}  # by the memory of the output, with its size
@@ -524,6 +533,9 @@ class OperationRecorder(OperationMode):
         given = {id(t): (t, storage(t)) for t in each if isinstance(t, Tensor)}
         operands = [t for t, at in given.values() if t.requires_grad and not self._data.get(at)]
         data = any(self._data.get(at) for _, at in given.values())
+        if operands and not data and name in _PRODUCTS:
+            made = [t for t, at in given.values() if at in self._states and not t.requires_grad]
+            data = any(t.ndim == 2 and len(t) in self._sizes for t in made)
         uses = []
         real = not any(t.is_complex() for t, _ in given.values())  # cotangents of complex numbers are conjugates
         if data and operands and real and name.rstrip("_") in FORMS and torch.is_grad_enabled():
@@ -549,6 +561,7 @@ class OperationRecorder(OperationMode):
             if name.endswith("_"):
                 self._copies.pop(at, None)  # written to: a copy no longer
             return
+        self._states.add(at) if name in _STATES else self._states.discard(at)
         self._products.pop(at, None)  # new memory, or memory that is given out again
         self._copies.pop(at, None)
         if name in _COPIES and args and t.shape == args[0].shape and args[0].layout is torch.strided:

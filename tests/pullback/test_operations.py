@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -460,6 +461,35 @@ def test_operations_in_place_have_the_metric_of_those_that_are_not(name: str) ->
         next(model.parameters()).copy_(w)
     G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean()))
     torch.testing.assert_close(G.dense(), torch.einsum("nop,noq->pq", J, J) / len(x))
+
+
+def recurrent(zeros: Callable[[Tensor], Tensor], v: Tensor, w: Tensor, x: Tensor) -> Tensor:
+    h = zeros(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(x[:, t] @ v + h @ w)
+    return h
+
+
+def test_a_first_state_of_zeros_is_data() -> None:
+    shapes, made = [(4, 3), (3, 3)], []
+    for zeros in (lambda x: x.new_zeros(len(x), 3), lambda x: torch.zeros(len(x), 3, dtype=x.dtype)):
+        model = Of(partial(recurrent, zeros), *shapes)
+        made.append(ng.Kronecker(strict=True).estimate(ng.pullback(model, X, ng.Euclidean())))
+    assert [block.shape for block in made[1].blocks] == [(1, 3, 4), (1, 3, 3)]
+    close(made[1].dense(), made[0].dense())
+
+
+def test_products_with_positions_have_a_diagonal_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    def run(v: Tensor, w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x + torch.tanh(torch.arange(2.0).double()[:, None] @ v) @ w)
+
+    model = Of(run, (1, 3), (3, 4))
+    s = normal(2, 5, 2, 4)
+    R = by_hand(model, X, s) / 5**0.5
+    pb = ng.pullback(model, X, Rooted(s))
+    close(ng.Kronecker(strict=True).estimate(pb).diagonal(), torch.einsum("knp,knp->p", R, R))
+    (message,) = [record.message for record in caplog.records]
+    assert re.match(r"w\.1 are multiplied by constants .*a diagonal in place of Kronecker factors.*as inputs", message)
 
 
 EXPANDED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], Tensor]] = {
