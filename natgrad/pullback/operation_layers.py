@@ -347,7 +347,8 @@ class Slice(Features):
         return replace(self, x=masked.x, valid=masked.valid)
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
-        return DenseFeatures(replace(self, x=DenseFeatures(self.x, self.valid).reduced(how).dense()).dense())
+        one = cast(DenseFeatures, DenseFeatures(self.x, self.valid).reduced(how))
+        return replace(self, x=one.x, valid=one.valid)
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return replace(self, x=combine(self.x, -4))

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from natgrad.accelerate.dispatch import OperationMode, base, storage, version
 from natgrad.errors import NatgradError
+from natgrad.pullback.graph import leaf_below
 
 Roles: TypeAlias = tuple[str, ...]  # what every axis of an operand is: "c", "o", "i", two of them, or "" if expanded
 Map: TypeAlias = Callable[[Tensor], Tensor]
@@ -71,6 +72,17 @@ def unravel(at: Tensor, shape: Sequence[int], stride: Sequence[int]) -> list[Ten
     return index
 
 
+def _memory_of(t: Tensor) -> int:
+    """Where the numbers of a tensor are; of a cast that an earlier pass made, and autocast kept, those of its leaf.
+
+    A cast of a dense tensor has the layout of that tensor.
+    """
+    leaf = None if t.is_leaf else leaf_below(t.grad_fn)
+    if leaf is None or leaf.dtype == t.dtype or not leaf.is_contiguous() or leaf.storage_offset():
+        return storage(t)
+    return storage(leaf)
+
+
 @final
 class Operand:
     """A parameter, or a function of parameters, as an operation read it."""
@@ -78,7 +90,7 @@ class Operand:
     def __init__(self, t: Tensor, copies: Mapping[int, tuple[int, tuple[Copy, ...]]]) -> None:
         # At once: an in-place operation changes it.
         self.at: Tensor | GradientEdge = t if t.is_leaf else get_gradient_edge(t)
-        self.storage, self._copies = copies.get(storage(t), (storage(t), ()))
+        self.storage, self._copies = copies.get(storage(t), (_memory_of(t), ()))
         self.shape, self.dtype, self._stride, self._start = t.shape, t.dtype, t.stride(), int(t.storage_offset())
         # 1 where it was expanded.
         self.unexpanded = tuple(1 if step == 0 else size for size, step in zip(t.shape, t.stride(), strict=True))

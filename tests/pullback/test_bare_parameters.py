@@ -182,6 +182,31 @@ def test_under_autocast_rows_come_in_single_precision() -> None:
     assert float((G.diagonal() - expected).norm()) < 0.05 * float(expected.norm())
 
 
+def test_two_passes_under_one_autocast_have_the_same_layers() -> None:
+    """The second reads casts of the weights that the first has made."""
+    torch.manual_seed(0)
+    v, w = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 2))
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.w = v, w
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.v) @ self.w
+
+    model, x = Bare(), torch.randn(8, 3)
+    opt = ng.KFAC(model, ng.Euclidean(), strict=True, metric_every=1)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.forward(x)  # which nobody sees
+            y, z = model(x), model(x)
+        opt.zero_grad()
+        (y.float().square().mean() + z.float().square().mean()).backward()
+        opt.step()
+    assert [(row.names, row.rule) for row in opt.plan().rows] == [(("v",), "Product"), (("w",), "Product")]
+
+
 # Optimizers
 
 

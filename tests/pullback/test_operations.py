@@ -492,6 +492,30 @@ def test_products_with_positions_have_a_diagonal_and_say_so(caplog: pytest.LogCa
     assert re.match(r"w\.1 are multiplied by constants .*a diagonal in place of Kronecker factors.*as inputs", message)
 
 
+def packed(w: Tensor, x: Tensor) -> Tensor:
+    """The tokens that count, of all examples, one after the other."""
+    counts = x[..., 0] > 0
+    of = torch.arange(len(x))[:, None].expand(x.shape[:2])[counts]
+    return x.new_zeros(len(x), 3).index_add(0, of, torch.tanh(x[counts] @ w))
+
+
+def tokens_masked(w: Tensor, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ w) * (x[..., :1] > 0)).sum(1)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_packed_tokens_have_the_factors_of_masked_ones(sharing: Any) -> None:
+    """Also where an example has no token that counts."""
+    x = normal(5, 4, 4)
+    x[..., 0] = x[..., 0].abs()
+    x[4, :, 0] *= -1
+    one, other = (
+        ng.Kronecker(sharing=sharing, strict=True).estimate(ng.pullback(Of(run, (4, 3)), x, ng.Euclidean()))
+        for run in (packed, tokens_masked)
+    )
+    close(one.dense(), other.dense())
+
+
 EXPANDED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], Tensor]] = {
     "product": (lambda w, x: F.linear(x, w.expand(3, 4)).tanh(), (1, 4), X),
     "blur": (lambda w, x: F.conv2d(x, w.expand(4, 1, 3, 3), groups=4).tanh(), (1, 1, 3, 3), IMAGE),
