@@ -810,7 +810,8 @@ def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
         product = numbers.get(operation.extends) if operation.extends is not None else None
         if product is None or product in biases or operation.weight is None or operations[product].bias is not None:
             continue
-        if _is_bias(operation, operations[product]) and torch.equal(outer[product].flatten(), outer[at].flatten()):
+        g, h = outer[product], outer[at]
+        if _is_bias(operation, operations[product], g.device) and torch.equal(g.flatten(), h.flatten()):
             biases[product] = at
     certain = all(bool(g[0].any()) for g in outer) and all(o is not None and o.index is None for o in owners)
     result = Probed(tuple(owners), biases, certain)
@@ -819,14 +820,14 @@ def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
     return result
 
 
-def _is_bias(offset: Operation, product: Operation) -> bool:
+def _is_bias(offset: Operation, product: Operation, device: torch.device) -> bool:
     """Whether an offset is along the outputs o of a product, its last axis: not along positions, pixels or experts."""
     assert offset.weight is not None
     o = product.shape[-1] if product.shape else 0
     sizes = offset.weight.unexpanded
     if not sizes or sizes[-1] != o or prod(sizes) != o or tuple(offset.shape[-1:]) != (o,):
         return False
-    outputs = torch.arange(o)
+    outputs = torch.arange(o, device=device)
     rows = product.write(outputs.expand(product.shape))  # [r c o]
     return rows.shape[1:] == (1, o) and bool((rows == outputs).all())
 

@@ -546,8 +546,8 @@ class OperationRecorder(OperationMode):
         operands = [t for t, at in given.values() if t.requires_grad and not self._data.get(at)]
         data = any(self._data.get(at) for _, at in given.values())
         if operands and not data and name in _PRODUCTS:
-            made = [t for t, at in given.values() if at in self._states and not t.requires_grad]
-            data = any(t.ndim == 2 and len(t) in self._sizes for t in made)
+            states = [t for t, at in given.values() if at in self._states and not t.requires_grad]
+            data = any(t.ndim == 2 and len(t) in self._sizes for t in states)
         uses = []
         real = not any(t.is_complex() for t, _ in given.values())  # cotangents of complex numbers are conjugates
         if data and operands and real and name.rstrip("_") in FORMS and torch.is_grad_enabled():
