@@ -24,6 +24,15 @@ MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
 
 
+# Arguments of optimizers that hold for all parameters. Other keys of a group, such as a name, are the user's own.
+_COMMON = frozenset(
+    (
+        *("power", "rms", "polar", "fit", "factors", "decay", "metric_every", "inverse_every", "basis_every", "early"),
+        *("structure", "solver", "step", "momentum_on", "betas", "eps", "wd", "sharing", "largest", "strict", "rules"),
+    )
+)
+
+
 def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups that cover every trainable parameter once. Parameters in no given group form the first one."""
     names = {id(p): name for name, p in model.params.items()}
@@ -34,6 +43,11 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
         if params is None or not all(isinstance(p, Tensor) for p in params):
             raise TypeError(
                 f'groups= is a list of dicts {{"params": layer.parameters(), "lr": 0.1}}, and one of them is {group!r}'
+            )
+        if wrong := sorted(_COMMON.intersection(group)):
+            raise ValueError(
+                f"a parameter group holds {', '.join(wrong)}, which all parameters share: a group may have lr, "
+                "weight_decay, momentum and fallback. Give it to the optimizer, or make a second optimizer"
             )
         given.append({**group, "params": params})
     for group in given:

@@ -52,6 +52,12 @@ CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: _linear(momentum=-0.1), ValueError, r"momentum must be in \[0, 1\)"),
     (lambda: _linear(weight_decay=-1.0), ValueError, "weight_decay must be finite and ≥ 0"),
     (lambda: _linear(weigth_decay=0.1), TypeError, "unexpected keyword argument .weigth_decay."),
+    (
+        lambda: _linear(groups=[{"params": [], "power": 0.5}]),
+        ValueError,
+        "group holds power, which all parameters share",
+    ),
+    (lambda: _linear(groups=[{"params": [], "wd": 0, "eps": 1}]), ValueError, "group holds eps, wd, .* weight_decay"),
     (lambda: _linear(groups=[{"params": [torch.ones(1)]}]), ValueError, "1 tensors that are not trainable parameters"),
     (lambda: _linear(metric=ng.Euclidean), TypeError, r"metric must be .*OutputMetric.* write Euclidean\(…\)"),
     (lambda: _linear(metric="fisher"), TypeError, "metric must be a natgrad OutputMetric, got 'fisher'"),
