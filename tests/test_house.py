@@ -49,6 +49,8 @@ def looks_at_devices(node: ast.AST) -> bool:
         return any(is_device_or_private(alias.name) for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         return any(is_device_or_private(f"{node.module}.{alias.name}") for alias in node.names)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return is_device_or_private(node.value.partition(" ")[0]) or "_hooks" in node.value
     if isinstance(node, ast.Attribute):
         root: ast.expr = node
         while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):

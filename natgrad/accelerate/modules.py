@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +54,36 @@ def replaced_parameters(parameters: Iterable[tuple[nn.Module, str, Tensor | None
 def forward_pre_hooks_in(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The hooks that run before a call of the module, by their number. It is not a copy."""
     return module._forward_pre_hooks
+
+
+_PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+
+def has_pre_hooks(state: Any) -> bool:
+    """Whether this is the state of a module, as it is pickled, with the hooks that run before a call."""
+    return isinstance(state, dict) and _PRE_HOOKS[0] in state
+
+
+def without_pre_hooks(state: dict[str, Any], numbers: Iterable[int]) -> dict[str, Any]:
+    """A copy of that state without the hooks of these numbers."""
+    gone = set(numbers)
+    left = {key: copy.copy(state[key]) for key in _PRE_HOOKS}
+    for hooks in left.values():
+        for number in gone.intersection(hooks):
+            del hooks[number]
+    return {**state, **left}
+
+
+def load_compiler() -> None:
+    """Load torch's compiler, as every optimizer of torch does when it is made, and collect its garbage.
+
+    While it is loaded, ``torch.fx.wrap`` stores its own frame in a variable. That reference cycle, which is torch's,
+    holds all active frames with their variables: the optimizer that is being made, and the function of the user. So
+    the garbage of the import is collected at once, one time in a process.
+    """
+    if "torch._dynamo" not in sys.modules:
+        import_module("torch._dynamo")
+        gc.collect()
 
 
 def compiles_calls(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.modules import load_compiler
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError
 from natgrad.geometry import Covector, Vector, refuse_sparse
@@ -26,7 +27,7 @@ from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.state_layout import divided, joined
-from natgrad.optim.tracker import MetricTracker, attach, load_compiler
+from natgrad.optim.tracker import MetricTracker, attach
 from natgrad.optim.update import (
     MomentumOn,
     ParamUpdate,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.devices import full_precision, get_rng_state, in_backward, in_export, set_rng_state
-from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
+from natgrad.accelerate.modules import compiling, forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
@@ -925,24 +922,7 @@ def _state_without_hooks(module: nn.Module) -> Any:
     """What the class of the module says its state is, without what ``attach`` has put there."""
     of_class = getattr(type(module), _GETSTATE, None)  # before Python 3.11 a class may have none
     state: Any = vars(module) if of_class is None else of_class(module)
-    if not isinstance(state, dict) or "_forward_pre_hooks" not in state:
+    if not has_pre_hooks(state):
         return state
     ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, _HOOKS)]
-    state = {key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}
-    for key in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-        state[key] = copy.copy(state[key])
-        for at in ids:
-            state[key].pop(at, None)
-    return state
-
-
-def load_compiler() -> None:
-    """Load torch's compiler, as every optimizer of torch does when it is made, and collect its garbage.
-
-    While it is loaded, ``torch.fx.wrap`` stores its own frame in a variable. That reference cycle, which is torch's,
-    holds all active frames with their variables: the optimizer that is being made, and the function of the user. So
-    the garbage of the import is collected at once, one time in a process.
-    """
-    if "torch._dynamo" not in sys.modules:
-        import_module("torch._dynamo")
-        gc.collect()
+    return without_pre_hooks({key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}, ids)
