@@ -17,6 +17,7 @@ Every use is z = W a + b with rows r of a [r c i] and groups c with weights of t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,8 +116,8 @@ class Operand:
         return first, result[1:]
 
     def _index(self, at: Tensor, p: Tensor) -> Tensor:
-        for copy in self._copies:
-            at = copy.source(at)
+        for copied in self._copies:
+            at = copied.source(at)
         return torch.stack([*unravel(at - int(p.storage_offset()), p.shape, p.stride()), at * 0], dim=-1)[..., :-1]
 
     def _separate(self, p: Tensor, first: Tensor, axes: Sequence[Tensor]) -> bool:
@@ -130,6 +131,25 @@ class Operand:
         result = self._index(at, p)
         size = torch.tensor(p.shape)
         return torch.equal(result, expected) and bool(((result >= 0) & (result < size)).all())
+
+    def repeats(self) -> int:
+        """How often the stack along the first axis comes, in a copy of a parameter that was expanded: 1, where once."""
+        if not self._copies or isinstance(self.at, Tensor):
+            return 1
+        if all(storage(node.variable) != self.storage for node in _below(self.at.node) if hasattr(node, "variable")):
+            return 1  # a copy of a function of parameters
+        at = self._start + self._stride[0] * torch.arange(self.shape[0])
+        for copied in self._copies:
+            at = copied.source(at)
+        once = at[: len(torch.unique(at))]
+        times = len(at) // max(len(once), 1)
+        return times if torch.equal(at, once.repeat(times)) else 1
+
+    def once(self) -> Operand:
+        """The stack, without its repetitions."""
+        result, size = copy.copy(self), self.shape[0] // self.repeats()
+        result.shape, result.unexpanded = torch.Size((size, *self.shape[1:])), (size, *self.unexpanded[1:])
+        return result
 
     def leaves(self) -> set[int]:
         """The ids of the parameters that it depends on."""
@@ -235,7 +255,10 @@ Form: TypeAlias = Callable[..., Operation | Sequence[Operation] | None]
 
 
 def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alpha: float = 1) -> Operation | None:
-    """x y + b, of matrices or of stacks [c r i] [c i o]; the stack is rows where one matrix was expanded to it."""
+    """x y + b, of matrices or of stacks [c r i] [c i o]; the stack is rows where one matrix was expanded to it.
+
+    So are the repetitions of a stack that was expanded, as matmul does: [n 1 r i] [c i o] is a product of n·c matrices.
+    """
     flip = p(x) is not None
     weight, data, bias = (p(x), y, p(b)) if flip else (p(y), x, p(b))
     shared = weight is not None and len(weight.shape) == 3 and weight.unexpanded[0] == 1
@@ -245,13 +268,17 @@ def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alph
         return None
     if bias is not None and prod(bias.unexpanded) == 1 != o * c:  # one number for all outputs: no bias of a product
         return None
+    times = 1 if weight is None or bias is not None or c == 1 else weight.repeats()
+    weight = weight.once() if weight is not None and times > 1 else weight
 
     def turn(t: Tensor) -> Tensor:  # W x is xᵀ Wᵀ
         stack = t if t.ndim == 3 else t[None] if t.ndim == 2 else t[None, :, None]
         return stack.mT if flip else stack
 
     def rows(t: Tensor) -> Tensor:
-        return _flat(turn(t)) if shared or t.ndim < 3 else turn(t).transpose(0, 1)
+        if shared or t.ndim < 3:
+            return _flat(turn(t))
+        return turn(t).unflatten(0, (times, -1)).transpose(1, 2).flatten(0, 1)
 
     def output(g: Tensor) -> Tensor:
         if y.ndim > 1:

@@ -463,6 +463,42 @@ def test_operations_in_place_have_the_metric_of_those_that_are_not(name: str) ->
     torch.testing.assert_close(G.dense(), torch.einsum("nop,noq->pq", J, J) / len(x))
 
 
+STACKED: dict[str, Run] = {
+    "rows": lambda w, x: (x[:, :, None] @ w)[:, :, 0],
+    "columns": lambda w, x: (w.mT @ x[..., None])[..., 0],
+    "in parts": lambda w, x: torch.cat([(x[:, :1, None] @ w[:1])[:, :, 0], (x[:, 1:, None] @ w[1:])[:, :, 0]], 1),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stack_that_matmul_broadcasts_has_the_factors_of_einsum(name: str, sharing: Any) -> None:
+    runs = (STACKED[name], lambda w, x: torch.einsum("nei,eio->neo", x, w))
+    one, other = (
+        ng.Kronecker(sharing=sharing, strict=True).estimate(
+            ng.pullback(Of(lambda w, x, run=run: run(w, x).tanh(), (2, 4, 3)), X, ng.Euclidean())
+        )
+        for run in runs
+    )
+    assert [block.shape for block in one.blocks] == [(2, 3, 4)]
+    close(one.dense(), other.dense())
+
+
+BROADCAST: dict[str, Run] = {
+    "and used entry by entry": lambda w, x: (x[:, :, None] @ w)[:, :, 0] * w.sum(),
+    "of a function": lambda w, x: (x[:, :, None] @ w.exp())[:, :, 0],
+    "along another axis": lambda w, x: (x[:, None, None] @ w[:, None])[:, :, 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_other_uses_of_a_stack_that_matmul_broadcasts_are_exact(name: str) -> None:
+    model = Of(BROADCAST[name], (2, 4, 3))
+    s = normal(2, *model(X).shape)
+    R = by_hand(model, X, s) / len(X) ** 0.5
+    close(ng.Dense().estimate(ng.pullback(model, X, Rooted(s))).dense(), torch.einsum("knp,knq->pq", R, R))
+
+
 def recurrent(zeros: Callable[[Tensor], Tensor], v: Tensor, w: Tensor, x: Tensor) -> Tensor:
     h = zeros(x)
     for t in range(x.shape[1]):

@@ -58,6 +58,9 @@ class Program(nn.Module):
             (t, d, o): [
                 lambda h, w: torch.einsum("ntd,tdo->nto", h, w),
                 lambda h, w: torch.bmm(h.transpose(0, 1), w).transpose(0, 1),
+                lambda h, w: (h[:, :, None] @ w)[:, :, 0],
+                lambda h, w: (w.mT @ h[..., None])[..., 0],
+                lambda h, w: (h[:, None] @ w).diagonal(dim1=1, dim2=2).mT,
             ],
             (o, d, 2): [lambda h, w: F.conv1d(F.pad(h.mT, (1, 0)), w).mT],
         }
