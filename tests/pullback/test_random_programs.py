@@ -31,12 +31,14 @@ class Program(nn.Module):
         kinds = [self.product, self.product, self.product, self.expanded, self.gain, self.norm, self.view]
         self.layers = [draw.choice(kinds)() for _ in range(draw.choice([1, 2, 3]))]
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        alike = [p for p in self.numbers if p.shape == shape]
-        if alike and self.draw.random() < 0.3:
-            return self.draw.choice(alike)
-        self.numbers.append(nn.Parameter(0.6 * torch.randn(shape, dtype=torch.float64)))
-        return self.numbers[-1]
+    def parameter(self, *shape: int) -> Callable[[], Tensor]:
+        """It is read from the module in every pass."""
+        alike = [at for at, p in enumerate(self.numbers) if p.shape == shape]
+        if not alike or self.draw.random() > 0.3:
+            self.numbers.append(nn.Parameter(0.6 * torch.randn(shape, dtype=torch.float64)))
+            alike = [len(self.numbers) - 1]
+        number = self.draw.choice(alike)
+        return lambda: self.numbers[number]
 
     def offset(self) -> Layer:
         """Of outputs, of positions, of both, one number; or none."""
@@ -45,7 +47,7 @@ class Program(nn.Module):
         if shape is None:
             return lambda h: h
         b = self.parameter(*shape)
-        return lambda h: h + b
+        return lambda h: h + b()
 
     def product(self) -> Layer:
         """h W in many spellings, an offset and an activation."""
@@ -69,23 +71,26 @@ class Program(nn.Module):
         self.d = o
         activations: list[Layer] = [torch.tanh, torch.sin, F.relu, lambda h: h]
         add, act = self.offset(), self.draw.choice(activations)
-        return lambda h: act(add(run(h, w)))
+        return lambda h: act(add(run(h, w())))
 
     def expanded(self) -> Layer:
         """One row for all outputs, or one number for all inputs."""
         o = self.draw.choice(self.sizes)
         d, self.d = self.d, o
         w = self.parameter(*self.draw.choice([(1, d), (o, 1)]))
-        return lambda h: F.linear(h, w.expand(o, d)).tanh()
+        return lambda h: F.linear(h, w().expand(o, d)).tanh()
 
     def gain(self) -> Layer:
         g = self.parameter(*self.draw.choice([(self.d,), (self.t, 1), (self.t, self.d), (1,)]))
-        ways: list[Layer] = [lambda h: h * g, lambda h: h - g, lambda h: h / (g * g + 1), lambda h: (1 - g) * h + g]
-        return self.draw.choice(ways)
+        ways: list[Callable[[Tensor, Tensor], Tensor]] = [
+            *(torch.mul, torch.sub, lambda h, g: h / (g * g + 1), lambda h, g: (1 - g) * h + g),
+        ]
+        way = self.draw.choice(ways)
+        return lambda h: way(h, g())
 
     def norm(self) -> Layer:
         w, b, shape = self.parameter(self.d), self.parameter(self.d), (self.d,)
-        return lambda h: F.layer_norm(h + 0.3 * h.sin(), shape, w, b)
+        return lambda h: F.layer_norm(h + 0.3 * h.sin(), shape, w(), b())
 
     def view(self) -> Layer:
         if self.draw.random() < 0.4:
