@@ -499,6 +499,25 @@ def test_other_uses_of_a_stack_that_matmul_broadcasts_are_exact(name: str) -> No
     close(ng.Dense().estimate(ng.pullback(model, X, Rooted(s))).dense(), torch.einsum("knp,knq->pq", R, R))
 
 
+def test_a_parameter_that_a_function_holds_is_differentiated_where_it_is() -> None:
+    """Nothing can be put in its place; the first output, by which one could see it, does not depend on it."""
+    held = nn.Parameter(normal(3, 1))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = held
+            self.run: Run = lambda x: F.linear(x, held.expand(3, 4)).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.pad(self.run(x).mean(1), (1, 0))
+
+    model = Model()
+    s = torch.eye(4).double()[:, None].expand(4, 5, 4)
+    R = by_hand(model, X, s) / len(X) ** 0.5
+    close(ng.Dense().estimate(ng.pullback(model, X, Rooted(s))).dense(), torch.einsum("knp,knq->pq", R, R))
+
+
 def recurrent(zeros: Callable[[Tensor], Tensor], v: Tensor, w: Tensor, x: Tensor) -> Tensor:
     h = zeros(x)
     for t in range(x.shape[1]):
