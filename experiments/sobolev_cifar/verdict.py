@@ -64,8 +64,12 @@ class Difference:
         mean, low, high = (signed(value, d) for value in (self.paired.mean, *self.interval))
         return f"{mean} [{low}, {high}]" + ("" if self.one_commit else " †")
 
+    def per_cent_of_mean(self) -> str:
+        """The mean relative to the second."""
+        return f"{signed(100 * self.paired.mean / self.of_second, 1)} %"
+
     def per_cent(self) -> str:
-        """The same relative to the second."""
+        """The same with its interval."""
         mean, low, high = (signed(100 * value, 1) for value in self.relative)
         return f"{mean} % [{low}, {high}]"
 
@@ -112,45 +116,29 @@ class Runs:
         quantity: Quantity,
         seeds: Collection[int],
         coverage: float = 0.95,
+        at_least: int = 2,
     ) -> Difference | None:
-        """Optimizer and schedules of both sides; None with fewer than two common seeds."""
-        values = self._pairs(dataset, ours, theirs, quantity, seeds)
-        if len(values) < 2:
-            return None
-        one, other = self.side(dataset, *ours), self.side(dataset, *theirs)
-        assert one is not None
-        assert other is not None
-        mean = sum(second for _, second in values.values()) / len(values)
-        same = all(one.commits(seed) == other.commits(seed) for seed in values)
-        paired = Paired(tuple(a - b for a, b in values.values()))
-        return Difference(quantity, tuple(values), paired, mean, coverage, same)
-
-    def _pairs(
-        self,
-        dataset: str,
-        ours: tuple[str, Collection[str]],
-        theirs: tuple[str, Collection[str]],
-        quantity: Quantity,
-        seeds: Collection[int],
-    ) -> dict[int, tuple[float, float]]:
-        """The values of both sides by their common seeds."""
+        """Optimizer and schedules of both sides; None with fewer common seeds. One seed has no interval."""
         one, other = self.side(dataset, *ours), self.side(dataset, *theirs)
         if one is None or other is None:
-            return {}
-        common = sorted(one.seeds & other.seeds & set(seeds))
-        return {seed: (one.of(quantity, seed), other.of(quantity, seed)) for seed in common}
-
-    def first_seed(self, dataset: str, quantity: Quantity, seeds: Collection[int]) -> tuple[int, float, float] | None:
-        """Where only one seed has been run, that seed, Sobolev minus K-FAC, and the same over K-FAC's value."""
-        values = self._pairs(dataset, ("sobolev", BOTH), ("amari", BOTH), quantity, seeds)
-        if len(values) != 1:
             return None
-        ((seed, (a, b)),) = values.items()
-        return seed, a - b, (a - b) / b
+        common = tuple(sorted(one.seeds & other.seeds & set(seeds)))
+        if len(common) < at_least:
+            return None
+        values = [(one.of(quantity, seed), other.of(quantity, seed)) for seed in common]
+        mean = sum(second for _, second in values) / len(values)
+        same = all(one.commits(seed) == other.commits(seed) for seed in common)
+        return Difference(quantity, common, Paired(tuple(a - b for a, b in values)), mean, coverage, same)
 
     def claim(self, dataset: str, quantity: Quantity, seeds: Collection[int]) -> Difference | None:
         """Sobolev minus K-FAC with the same schedules, a seed counts once."""
         return self.difference(dataset, ("sobolev", BOTH), ("amari", BOTH), quantity, seeds, FAMILY)
+
+    def only_seed(self, dataset: str, quantity: Quantity, seeds: Collection[int]) -> Difference | None:
+        """The same where one seed has been run; None where none or several have."""
+        both = ("sobolev", BOTH), ("amari", BOTH)
+        found = self.difference(dataset, *both, quantity, seeds, FAMILY, at_least=1)
+        return found if found is not None and len(found.seeds) == 1 else None
 
 
 def verdict_on(found: Difference) -> str:
@@ -183,10 +171,6 @@ def margin_grows(ten: Difference, hundred: Difference) -> tuple[float, float, fl
     return means[0] - means[1], means[0] - means[1] - half, means[0] - means[1] + half
 
 
-def _per_cent(relative: float) -> str:
-    return f"{signed(100 * relative, 1)} %"
-
-
 def _partly(found: Difference, planned: Collection[int]) -> str:
     return "" if len(found.seeds) == len(planned) else f", preliminary: {len(found.seeds)} of {len(planned)} seeds"
 
@@ -196,10 +180,10 @@ def _clause(runs: Runs, dataset: str) -> str:
     if found is not None:
         words = f"Sobolev K-FAC's training loss up to 40 % of the epochs differs from K-FAC's by {found.per_cent()}"
         return f"on {name} {words} ({verdict_on(found)}{_partly(found, DECIDE[dataset])})"
-    first = runs.first_seed(dataset, PRIMARY, DECIDE[dataset])
-    if first is not None:
+    only = runs.only_seed(dataset, PRIMARY, DECIDE[dataset])
+    if only is not None:
         count = f"one seed of {len(DECIDE[dataset])}"
-        return f"on {name} {count} has been run, which decides nothing ({_per_cent(first[2])})"
+        return f"on {name} {count} has been run, which decides nothing ({only.per_cent_of_mean()})"
     before = runs.claim(dataset, PRIMARY, EVERY)
     if before is None:
         return f"{name} has not been run"
@@ -255,10 +239,10 @@ def endpoints(runs: Runs) -> str:
         for kind, quantity in (("primary", PRIMARY), ("secondary", SECONDARY)):
             found, every = (runs.claim(dataset, quantity, chosen) for chosen in (seeds, EVERY))
             names = [NAMES[dataset], f"{kind}: {quantity.title}"]
-            first = runs.first_seed(dataset, quantity, seeds)
-            if first is not None:
-                seed, less, relative = first
-                cells = [f"{seed}", signed(less, quantity.digits), _per_cent(relative) if quantity is PRIMARY else "–"]
+            only = runs.only_seed(dataset, quantity, seeds)
+            if only is not None:
+                cells = [f"{only.seeds[0]}", signed(only.paired.mean, quantity.digits)]
+                cells.append(only.per_cent_of_mean() if quantity is PRIMARY else "–")
                 rows.append([*names, *cells, *3 * ["–"], f"preliminary: 1 of {len(seeds)} seeds"])
             elif found is None:
                 rows.append([*names, f"{min(seeds)} to {max(seeds)}", _SEEN, *5 * ["–"]])

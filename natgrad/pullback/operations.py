@@ -142,12 +142,12 @@ class Operand:
         for copied in self._copies:
             at = copied.source(at)
         once = at[: len(torch.unique(at))]
-        times = len(at) // max(len(once), 1)
+        times = max(1, len(at) // max(1, len(once)))
         return times if torch.equal(at, once.repeat(times)) else 1
 
-    def once(self) -> Operand:
-        """The stack, without its repetitions."""
-        result, size = copy.copy(self), self.shape[0] // self.repeats()
+    def once(self, times: int) -> Operand:
+        """The stack that comes so many times."""
+        result, size = copy.copy(self), self.shape[0] // times
         result.shape, result.unexpanded = torch.Size((size, *self.shape[1:])), (size, *self.unexpanded[1:])
         return result
 
@@ -206,15 +206,12 @@ class Operation:
     @property
     def expanded(self) -> bool:
         """Whether a parameter was expanded along an axis that is one of groups, outputs or inputs."""
-        pairs = [(self.weight, self.roles), (self.bias, self.bias_roles)]
-        return any(
-            role and size != single
-            for operand, roles in pairs
-            if operand is not None
-            for role, size, single in zip(
-                roles, operand.shape, operand.unexpanded, strict=False
-            )  # entries have no roles
-        )
+        for operand, roles in ((self.weight, self.roles), (self.bias, self.bias_roles)):
+            if operand is not None and roles:  # entries have no roles
+                axes = zip(roles, operand.shape, operand.unexpanded, strict=True)
+                if any(role and size != single for role, size, single in axes):
+                    return True
+        return False
 
     def inputs(self) -> Tensor:
         """a [r c i], detached, as it was when the operation ran."""
@@ -269,7 +266,7 @@ def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alph
     if bias is not None and prod(bias.unexpanded) == 1 != o * c:  # one number for all outputs: no bias of a product
         return None
     times = 1 if weight is None or bias is not None or c == 1 else weight.repeats()
-    weight = weight.once() if weight is not None and times > 1 else weight
+    weight = weight if weight is None or times == 1 else weight.once(times)
 
     def turn(t: Tensor) -> Tensor:  # W x is xᵀ Wᵀ
         stack = t if t.ndim == 3 else t[None] if t.ndim == 2 else t[None, :, None]
