@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import can_read
-from natgrad.accelerate.row_kernels import keep_rows, round_rows
+from natgrad.accelerate.matrix_kernels import keep_rows, round_rows
 
 # Precision: in which type numbers are multiplied, and in which they are summed.
 #

@@ -10,7 +10,7 @@ are asked for, the powers come from an eigendecomposition.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -40,6 +40,9 @@ _UNIT = 2.0**11  # the largest eigenvalue: halves then have small numbers too, a
 _PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
 NOISE = 1e-3  # the error of a root of statistics, which are not as exact themselves
 EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
+_LARGE = 256  # rows, from which copies of matrices take longer than launches
+_WIDE = 2  # columns over rows, from which several steps of a polar factor at once take fewer operations
+_TOGETHER = 3  # such steps: the error 2⁻⁹ of the smallest eigenvalues has grown to about 1/4 then
 STACKS = 10  # of a batch that the iteration holds
 
 
@@ -484,7 +487,32 @@ def polar(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dt
 
     with full_precision(M.device):
         X = rounded(X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST))
-        for a, b, c in schedule:  # of the fifth degree
-            G = rounded(torch.bmm(X, X.mT))
-            X = rounded(torch.baddbmm(X, rounded(torch.baddbmm(G, G, G, beta=b, alpha=c)), X, beta=a))
+        if dtype == torch.bfloat16 and X.shape[1] >= _LARGE:
+            together = _TOGETHER if X.shape[2] >= _WIDE * X.shape[1] else 1
+            for start in range(0, len(schedule), together):
+                X = _several(X, schedule[start : start + together], rounded)
+        else:
+            for a, b, c in schedule:  # of the fifth degree
+                G = rounded(torch.bmm(X, X.mT))
+                X = rounded(torch.baddbmm(X, rounded(torch.baddbmm(G, G, G, beta=b, alpha=c)), X, beta=a))
     return (X.mT if tall else X).to(dtype).reshape(M.shape)
+
+
+def _several(X: Tensor, schedule: Sequence[Coefficients], rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """X ← PX with P = a + bG + cG² and G = XXᵀ, step by step, for large X: with few copies, and few products with X.
+
+    P is c(G + s)² + d, whose product needs no other matrix. Of several steps, PGP is the next G, and X is multiplied by
+    the product Q of all P at the end: the others are products of small matrices [b o o]. Errors in the small
+    eigenvalues of G grow by a² ≈ 12 a step, so that the next call computes G from X again.
+    """
+    G, Q = rounded(torch.bmm(X, X.mT)), X.new_empty(0)
+    for step, (a, b, c) in enumerate(schedule, 1):
+        s, last = b / (2 * c), step == len(schedule)
+        H = G if last else G.clone()
+        H.diagonal(dim1=1, dim2=2).add_(s)
+        P = torch.baddbmm(H, H, H, beta=0.0, alpha=c)
+        P.diagonal(dim1=1, dim2=2).add_(a - c * s**2)
+        P = rounded(P)
+        Q = P if step == 1 else rounded(torch.bmm(P, Q))
+        G = G if last else rounded(torch.bmm(P, rounded(torch.bmm(G, P))))
+    return rounded(torch.bmm(Q, X))

@@ -463,7 +463,7 @@ class NaturalGradient(torch.optim.Optimizer):
             sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, like(damping, λ))),
             move=move,
             velocity=lambda: update.velocity(tracker.model.params),
-            acceleration=lambda δ: -update.at_rest(inverse.sharp_apart(tracker.batch_queries.christoffel(δ))),
+            acceleration=lambda δ: -update.at_rest(inverse.apart(tracker.batch_queries.christoffel(δ))),
             queries=lambda: tracker.batch_queries,
             loss_at=loss_at,
             at_rest=update.at_rest,

@@ -18,6 +18,7 @@ from natgrad.linalg import Damping
 from natgrad.optim.distributed import World
 from natgrad.optim.freshness import Freshness
 from natgrad.solve.solvers import Solver
+from natgrad.step.base import SharpMap
 from natgrad.structures.base import NOT_POSITIVE, Inverse, Operator
 from natgrad.structures.refresh import Refresh
 
@@ -209,11 +210,17 @@ class Preconditioner:
             v = self.inverse.sharp(ω)
         return v.map(torch.clone) if self.inverse.remembers else v
 
-    def sharp_apart(self, ω: Covector) -> Vector:
-        """(G + λ)⁻¹ω of a covector unlike the gradient: an iterative solver does not start the next solve from it."""
-        assert self.inverse is not None
-        with full_precision(self._device):
-            return copy.copy(self.inverse).sharp(ω)
+    @property
+    def apart(self) -> SharpMap:
+        """(G + λ)⁻¹ω of covectors unlike the gradient: an iterative solver does not start the next solve from them."""
+        inverse = self.inverse
+        assert inverse is not None
+
+        def solve(ω: Covector) -> Vector:
+            with full_precision(self._device):
+                return copy.copy(inverse).sharp(ω)
+
+        return SharpMap(solve, inverse.sides)
 
     def handle_async_failure(self, G: Operator | None) -> None:
         """A GPU reports a step or two late that it could not invert a factor. Its last inverse is still there.

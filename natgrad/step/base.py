@@ -11,6 +11,7 @@ from typing import ClassVar, TypeAlias, final
 from torch import Tensor
 
 from natgrad.accelerate.fused import pairing, scale_, scale_each_
+from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.geometry import Covector, Vector
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
@@ -135,6 +136,22 @@ class StepContext:
         return Vector({name: (self.decayed[name] - self.params[name]) + t for name, t in δ.items()})
 
 
+@final
+@dataclass(frozen=True)
+class SharpMap:
+    """ω ↦ ω♯ with the metric of a step.
+
+    ``sides()``: by what it multiplies the rows and the columns of every matrix, where that is all that it does; None of
+    any other metric.
+    """
+
+    solve: Callable[[Covector], Vector]
+    sides: Callable[[], Mapping[str, Sides] | None] = lambda: None
+
+    def __call__(self, ω: Covector) -> Vector:
+        return self.solve(ω)
+
+
 class StepRule(ABC):
     """Turns the natural gradient into a step: ``take`` is all that a rule must write.
 
@@ -189,7 +206,7 @@ class PlainRule(StepRule):
     bounded: ClassVar[bool] = False
     measured: ClassVar[bool] = True
 
-    def direction(self, ω: Covector, sharp: Callable[[Covector], Vector]) -> Vector:
+    def direction(self, ω: Covector, sharp: SharpMap) -> Vector:
         """v, in memory of its own: by default the natural gradient."""
         return sharp(ω)
 
@@ -199,7 +216,7 @@ class PlainRule(StepRule):
 
     def take(self, context: StepContext) -> Step:
         ω = context.smooth(context.differential)
-        v = self.direction(ω, lambda ω: context.sharp(ω, context.damping))
+        v = self.direction(ω, SharpMap(lambda ω: context.sharp(ω, context.damping)))
         rescale_(v, self.scale(v, squared_length(ω, v, context.rates)))
         return Step(context.move(v), context.damping)
 

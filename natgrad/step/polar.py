@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate import fused
-from natgrad.accelerate.inverses import stacked
+from natgrad.accelerate.matrix_kernels import Sides, scale_matrices_
 from natgrad.accelerate.roots import MUON, Coefficients, minimax, polar
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector
-from natgrad.step.base import PlainRule, rescale_
+from natgrad.step.base import PlainRule, SharpMap, rescale_
 from natgrad.step.normalised import check_rms, ratios
 
 _CONDITION = 1e4  # singular values below the largest by this factor need not become one
@@ -69,33 +68,39 @@ class Polar(PlainRule):
                 'fallback="adamw" gives them to AdamW'
             )
 
-    def direction(self, ω: Covector, sharp: Callable[[Covector], Vector]) -> Vector:
-        factors = self._polar(sharp(ω))
-        v = sharp(Covector(factors))
-        lengths = {name: self.rms * math.sqrt(max(_sides(t))) for name, t in v.items()}
-        rescale_(v, ratios(lengths, v, torch.stack(fused.norms(list(factors.values())))))
+    def direction(self, ω: Covector, sharp: SharpMap) -> Vector:
+        sides = sharp.sides()
+        if sides is None:
+            factors, norms = self._polar(sharp(ω), {})
+            v = sharp(Covector(factors))
+        else:
+            v, norms = self._polar(ω, sides)
+        lengths = {name: self.rms * math.sqrt(max(_shape(t))) for name, t in v.items()}
+        rescale_(v, ratios(lengths, v, torch.stack([norms[name] for name in v])))
         return v
 
     def scale(self, v: Vector, square: Tensor) -> None:
         return None
 
-    def _polar(self, v: Vector) -> dict[str, Tensor]:
-        """polar of every matrix, those of one shape (or its transpose) as one stack."""
+    def _polar(self, matrices: Mapping[str, Tensor], sides: Mapping[str, Sides]) -> tuple[Vector, dict[str, Tensor]]:
+        """L polar(L M R) R of every matrix, with its sides, and ‖polar(L M R)‖ []: all of one shape at once."""
         alike: dict[tuple[int, int, torch.dtype], list[str]] = defaultdict(list)
-        for name, t in v.items():
-            alike[min(_sides(t)), max(_sides(t)), t.dtype].append(name)
-        factors: dict[str, Tensor] = {}
+        for name, t in matrices.items():
+            alike[min(_shape(t)), max(_shape(t)), t.dtype].append(name)
+        out, norms = dict[str, Tensor](), dict[str, Tensor]()
         for (o, i, dtype), names in alike.items():
-            wide, tall = ([name for name in names if _is_tall(v[name]) == side] for side in (False, True))
-            X = v[names[0]].new_empty(len(names), o, i, dtype=self._precision(dtype))
-            for side, Y in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
-                if side:  # into the other precision, and onto its side, in one copy
-                    Y.copy_(stacked([_matrix(v[name]).unsqueeze(0) for name in side]))
+            wide, tall = ([name for name in names if _is_tall(matrices[name]) == side] for side in (False, True))
+            X = matrices[names[0]].new_empty(len(names), o, i, dtype=self._precision(dtype))
+            for side, Y in _on_their_sides(wide, tall, X):
+                scale_matrices_(Y, [_matrix(matrices[name]) for name in side], _of(side, sides))
             X = polar(X, schedule=self._schedule(dtype), dtype=X.dtype)
-            for side, Y in ((wide, X[: len(wide)]), (tall, X[len(wide) :].mT)):
-                of_side = Y.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind()  # for one launch
-                factors |= {name: t.view(v[name].shape) for name, t in zip(side, of_side, strict=True)}
-        return {name: factors[name] for name in v}
+            lengths = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.promote_types(dtype, torch.float32))
+            norms |= zip((*wide, *tall), lengths.unbind(), strict=True)
+            for side, Y in _on_their_sides(wide, tall, X):
+                stack = Y.new_empty(Y.shape, dtype=dtype)  # side by side, for one launch
+                scale_matrices_(stack, Y.unbind(), _of(side, sides))
+                out |= {name: t.view(matrices[name].shape) for name, t in zip(side, stack.unbind(), strict=True)}
+        return Vector({name: out[name] for name in matrices}), norms
 
     def _precision(self, dtype: torch.dtype) -> torch.dtype:
         return torch.bfloat16 if self.iteration == "muon" else torch.promote_types(dtype, torch.float32)
@@ -106,7 +111,19 @@ class Polar(PlainRule):
         return minimax(_CONDITION, 1e-12 if dtype == torch.float64 else 1e-6)
 
 
-def _sides(t: Tensor) -> tuple[int, int]:
+def _on_their_sides(wide: list[str], tall: list[str], X: Tensor) -> Iterator[tuple[list[str], Tensor]]:
+    """The names of wide and tall matrices, each with its part of a stack X of wide ones: the tall ones transposed."""
+    if wide:
+        yield wide, X[: len(wide)]
+    if tall:
+        yield tall, X[len(wide) :].mT
+
+
+def _of(names: Sequence[str], sides: Mapping[str, Sides]) -> list[Sides]:
+    return [sides.get(name, (None, None)) for name in names]
+
+
+def _shape(t: Tensor) -> tuple[int, int]:
     """o and i of a matrix, or of a kernel as one."""
     return t.shape[0], math.prod(t.shape[1:])
 
@@ -117,5 +134,5 @@ def _matrix(t: Tensor) -> Tensor:
 
 
 def _is_tall(t: Tensor) -> bool:
-    o, i = _sides(t)
+    o, i = _shape(t)
     return o > i

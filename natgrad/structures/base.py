@@ -23,6 +23,7 @@ from typing_extensions import Self
 from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.fused import copy_, nonfinite, pairing, scaled
 from natgrad.accelerate.inverses import Newton
+from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
@@ -543,6 +544,10 @@ class Inverse(ABC):
         v = self.sharp(ω)
         return v, pairing([(ω[name], t) for name, t in v.items()])
 
+    def sides(self) -> Mapping[str, Sides] | None:
+        """l [o] and r [i] of every parameter, a matrix W [o i], where ω♯ = l ω r; None of any other inverse."""
+        return None
+
     @property
     def noise(self) -> int:
         """q: how many numbers of white noise ``coloured`` takes."""
@@ -604,6 +609,9 @@ class IdentityInverse(Inverse):
     def sharp(self, ω: Covector) -> Vector:
         names = list(self.layout.like)
         return Vector(dict(zip(names, scaled([ω[name] for name in names], 1.0), strict=True)))
+
+    def sides(self) -> dict[str, Sides]:
+        return dict.fromkeys(self.layout.like, (None, None))
 
     def coloured(self, ξ: Tensor) -> Tensor:
         return ξ

@@ -37,6 +37,7 @@ from natgrad.accelerate.inverses import (
     two_sided,
     two_sided_columns,
 )
+from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import IncompatibleError
@@ -753,6 +754,16 @@ class ProductInverse(LayerInverse):
         w = joined(columns)
         in_place = not graph and w is not columns[0]
         return separated(two_sided(L, w, R, w if in_place else None), columns)
+
+    def sides(self) -> dict[str, Sides] | None:
+        if self.fallback is not None or any(dense for pair in self.dense for dense in pair):
+            return None
+        out: dict[str, Sides] = {}
+        for batch, columns, (left, right) in zip(self.batches, self._columns, self.stacks, strict=True):
+            if columns is None or len(columns) > 1 or self.blocks[batch[0]].shape[0] > 1:
+                return None  # W is not one parameter
+            out |= zip(columns[0], zip(left.inverses(), right.inverses(), strict=True), strict=True)
+        return out
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._all()

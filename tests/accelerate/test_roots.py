@@ -392,6 +392,26 @@ def test_the_default_is_the_step_of_muon(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(X.float(), torch.stack(expected), rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("shape", [(256, 512), (1100, 270), (300, 300)])
+@pytest.mark.parametrize("smallest", [0.1, 1e-2, 1e-4, 1e-8])
+def test_the_steps_of_large_matrices_are_as_exact_as_those_of_muon(shape: tuple[int, int], smallest: float) -> None:
+    """Of wide ones they are several at once; here each by itself, in double and, as torch has it, in half precision."""
+    generator = torch.Generator().manual_seed(0)
+    U, _, V = torch.linalg.svd(torch.randn(shape, generator=generator, dtype=torch.float64), full_matrices=False)
+    M = (U * torch.logspace(0, math.log10(smallest), min(shape), dtype=torch.float64)) @ V
+
+    def stepwise(dtype: torch.dtype) -> Tensor:
+        X = (M / M.norm()).to(dtype)
+        X = X.T if shape[0] > shape[1] else X
+        for _ in range(5):
+            G = X @ X.T
+            X = torch.addmm(X, torch.addmm(G, G, G, beta=-4.7750, alpha=2.0315), X, beta=3.4445)
+        return (X.T if shape[0] > shape[1] else X).double()
+
+    exact = stepwise(torch.float64)
+    assert (polar(M).double() - exact).norm() < 2 * (stepwise(torch.bfloat16) - exact).norm()
+
+
 def test_the_polar_factor_of_zero_is_zero_and_singular_values_of_zero_stay() -> None:
     assert not polar(torch.zeros(2, 3, 4)).any()
     M = torch.diag(torch.tensor([2.0, 1.0, 0.0]))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.accelerate import replay
+from natgrad.accelerate.matrix_kernels import keep_rows, round_rows
 from natgrad.accelerate.moments import column_moments, counted_moment, symmetric_product
 from natgrad.accelerate.replay import GraphCache
-from natgrad.accelerate.row_kernels import keep_rows, round_rows
 from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call, Rule
 from natgrad.rules.base import cotangent_features, input_features
