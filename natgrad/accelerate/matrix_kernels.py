@@ -32,7 +32,7 @@ _COMPILES: dict[torch.device, bool] = {}  # whether Triton does so for a device,
 _RAN: set[Hashable] = set()  # kernels that have run
 _ALIGNMENT = 16  # bytes: what lies there is read as whole vectors
 _TOGETHER = 8  # matrices of one launch: their addresses are arguments of the kernel
-_TILE = 64  # rows and columns that a program scales: both sides of a transposition are read in long runs
+_TILE, _WARPS = 32, 8  # rows and columns that a program scales, and how many threads, by 32, do it
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, nonzero: Tensor) -> Tensor:
@@ -106,7 +106,9 @@ def scale_matrices_(out: Tensor, matrices: Sequence[Tensor], sides: Sequence[Sid
             grid = triton.cdiv(i, _TILE), triton.cdiv(o, _TILE), len(matrices[some])
             strides = *matrices[0].stride(), *out.stride()
             single = matrices[0].dtype == torch.float32
-            _scale[grid](*addresses, out[some], o, i, *strides, single=single, scaled=scaled, tile=_TILE)
+            _scale[grid](
+                *addresses, out[some], o, i, *strides, single=single, scaled=scaled, tile=_TILE, num_warps=_WARPS
+            )
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
