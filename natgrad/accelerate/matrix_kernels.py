@@ -80,7 +80,7 @@ def keep_rows(x: Tensor, counted: Tensor, dtype: torch.dtype, width: int) -> Ten
     return out
 
 
-def scale_matrices_(out: Tensor, matrices: Sequence[Tensor], sides: Sequence[Sides]) -> None:
+def scale_matrices_(out: Tensor, matrices: Tensor | Sequence[Tensor], sides: Sequence[Sides]) -> None:
     """out[b] ← l_b M_b r_b for matrices M_b [o i], in the precision and with the strides of ``out`` [b o i].
 
     Either all matrices have sides, or none; None stands for ones.
@@ -92,10 +92,10 @@ def scale_matrices_(out: Tensor, matrices: Sequence[Tensor], sides: Sequence[Sid
              [2., 6.]]])
     """
     if not _suit(out, matrices, sides):
-        M = matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(list(matrices))
+        M = matrices if isinstance(matrices, Tensor) else _stacked(matrices)
         left, right = ([side for side in of_side if side is not None] for of_side in zip(*sides, strict=True))
-        M = M * torch.stack(left).unsqueeze(2) if left else M
-        out.copy_(M * torch.stack(right).unsqueeze(1) if right else M)
+        M = M * _stacked(left).unsqueeze(2) if left else M
+        out.copy_(M * _stacked(right).unsqueeze(1) if right else M)
         return
     (o, i), scaled = matrices[0].shape, sides[0][0] is not None
     numbers = [[side[k] for side in sides] for k in (0, 1)] if scaled else [matrices, matrices]
@@ -111,13 +111,17 @@ def scale_matrices_(out: Tensor, matrices: Sequence[Tensor], sides: Sequence[Sid
             )
 
 
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+
+
 def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     """As many as a kernel takes."""
     addresses = [t.data_ptr() for t in tensors if t is not None]
     return addresses + [addresses[-1]] * (_TOGETHER - len(addresses))
 
 
-def _suit(out: Tensor, matrices: Sequence[Tensor], sides: Sequence[Sides]) -> bool:
+def _suit(out: Tensor, matrices: Tensor | Sequence[Tensor], sides: Sequence[Sides]) -> bool:
     """Whether the kernel can work on these: aligned matrices of one layout, with both sides or none."""
     first, vectors = matrices[0], [side for pair in sides for side in pair]
     if triton is None or not first.is_cuda or not 0 < first.numel() < _MOST or not 0 < out.numel() < _MOST:

@@ -98,7 +98,7 @@ class Polar(PlainRule):
             norms |= zip((*wide, *tall), lengths.unbind(), strict=True)
             for side, Y in _on_their_sides(wide, tall, X):
                 stack = Y.new_empty(Y.shape, dtype=dtype)  # side by side, for one launch
-                scale_matrices_(stack, Y.unbind(), _of(side, sides))
+                scale_matrices_(stack, Y, _of(side, sides))
                 out |= {name: t.view(matrices[name].shape) for name, t in zip(side, stack.unbind(), strict=True)}
         return Vector({name: out[name] for name in matrices}), norms
 
