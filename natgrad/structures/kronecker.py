@@ -760,8 +760,9 @@ class ProductInverse(LayerInverse):
             return None
         out: dict[str, Sides] = {}
         for batch, columns, (left, right) in zip(self.batches, self._columns, self.stacks, strict=True):
-            if columns is None or len(columns) > 1 or self.blocks[batch[0]].shape[0] > 1:
-                return None  # W is not one parameter
+            groups, o, _ = self.blocks[batch[0]].shape
+            if columns is None or len(columns) > 1 or groups > 1 or self.layout.like[columns[0][0]].shape[:1] != (o,):
+                return None  # W is not one parameter, or not its matrix
             out |= zip(columns[0], zip(left.inverses(), right.inverses(), strict=True), strict=True)
         return out
 
