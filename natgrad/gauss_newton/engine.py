@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Literal, NoReturn, TypeAlias, final
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.errors import IncompatibleError, SingularMetricError
-from natgrad.gauss_newton.jacobian import ResidualJacobian, jacobian_of
+from natgrad.gauss_newton.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of
 from natgrad.gauss_newton.residuals import Points, Residuals, classes_of
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import check_damping
@@ -28,6 +28,7 @@ from natgrad.step.line_search import GeodesicSearch
 from natgrad.structures.base import Structure
 
 Status: TypeAlias = Literal["ftol", "xtol", "gtol", "loss", "stalled", "damped", "max_steps", "seconds", "stopped"]
+_Value = TypeVar("_Value")
 _DAMPING = 1e-3  # of the first step, relative to the mean eigenvalue of G that is not zero by counting rows
 _REFUSED = 3  # steps in a row
 _PROMISED = 1e3  # times ftol or xtol: the share of the loss that an undamped step may promise at a solution
@@ -61,6 +62,16 @@ class Record:
     classes: Mapping[str, float]  # the share of every class in ``loss``
 
 
+def _formed(value: _Value | None) -> _Value:
+    """What was computed from J, if that was formed."""
+    if value is None:
+        raise IncompatibleError(
+            "the Jacobian is known by products only, so that it has no rank or covariance here: solve with "
+            "structure=Kernel() or Dense(), or raise memory="
+        )
+    return value
+
+
 @final
 @dataclass(frozen=True)
 class LeastSquaresResult:
@@ -81,21 +92,13 @@ class LeastSquaresResult:
     jacobian: ResidualJacobian = field(repr=False)
 
     @cached_property
-    def _singular_values(self) -> Tensor:
-        values = self.jacobian.singular_values()
-        if values is None:
-            raise IncompatibleError(
-                "the Jacobian is known by products only, so that it has no rank or covariance here: solve with "
-                "structure=Kernel() or Dense(), or raise memory="
-            )
-        return values
+    def _spectrum(self) -> ColumnSpectrum:
+        return _formed(self.jacobian.spectrum())
 
     @cached_property
     def rank(self) -> int:
-        """Of J [m p] at the end: how many combinations of the parameters the residuals determine."""
-        values = self._singular_values
-        m, p = self.shape
-        return int((values > max(m, p) * torch.finfo(values.dtype).eps * values[:1]).sum())
+        """Of J [m p] at the end, its columns scaled to one length: how many combinations of the parameters count."""
+        return _formed(self.jacobian.rank())
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -119,8 +122,7 @@ class LeastSquaresResult:
             raise SingularMetricError(
                 f"{m} residuals for {p} parameters leave nothing to tell the variance from: add residuals"
             )
-        G = self.jacobian.operator.dense()
-        return (2 * self.loss / (m - p)) * torch.linalg.inv(G)
+        return self._scaled(self._spectrum.inverse_root(), 2 * self.loss / (m - p))
 
     def covariance_of(self, name: str, *, variance: float | None = None) -> Tensor:
         """The covariance [q q] of one parameter, also where others are not determined: its block of σ²(JᵀJ)⁺.
@@ -130,25 +132,26 @@ class LeastSquaresResult:
         """
         if name not in self.params:
             raise ValueError(f"there is no parameter {name!r}: there are {', '.join(self.params)}")
-        m, p = self.shape
-        if variance is None and m <= self.rank:
+        m, spectrum = self.shape[0], self._spectrum
+        if variance is None and m <= spectrum.rank:
             raise SingularMetricError(
-                f"{m} residuals and the rank {self.rank} leave nothing to tell the variance from: give variance="
+                f"{m} residuals and the rank {spectrum.rank} leave nothing to tell the variance from: give variance="
             )
         sizes = [t.numel() for t in self.params.values()]
         at = list(self.params).index(name)
         span = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
-        values, vectors = torch.linalg.eigh(self.jacobian.operator.dense().double())
-        regular = values > p * torch.finfo(values.dtype).eps * values[-1]
-        block = vectors[span, regular]
-        lost = 1 - block.square().sum(1)
-        if bool((lost > 1e-6).any()):
+        lost = float(spectrum.undetermined()[span].max())
+        if lost > 1e-6:
             raise SingularMetricError(
-                f"the residuals do not determine {name}: {float(lost.max()):.1g} of a change of it can be made up for "
-                "by other parameters"
+                f"the residuals do not determine {name}: {lost:.1g} of a change of it can be made up for by other "
+                "parameters"
             )
-        σ2 = 2 * self.loss / (m - self.rank) if variance is None else variance
-        return σ2 * (block / values[regular]) @ block.T
+        σ2 = 2 * self.loss / (m - spectrum.rank) if variance is None else variance
+        return self._scaled(spectrum.inverse_root()[span], σ2)
+
+    def _scaled(self, root: Tensor, variance: float) -> Tensor:
+        """σ²BBᵀ, in the precision of the parameters."""
+        return (variance * (root @ root.T)).to(self.jacobian.operator.layout.dtype)
 
     @property
     def standard_errors(self) -> dict[str, Tensor]:

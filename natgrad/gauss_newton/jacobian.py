@@ -27,6 +27,55 @@ _REFINED = 2  # steps of iterative refinement
 _TRIANGULAR = 512  # parameters, up to which a QR is affordable in every step
 
 
+@final
+@dataclass(frozen=True)
+class ColumnSpectrum:
+    """J = U diag(s) Vᵀ D, where D makes the columns of J D⁻¹ unit vectors: the rank does not depend on their units.
+
+    Singular values that are rounding are left out.
+    """
+
+    lengths: Tensor  # D [p]; 1 for columns of zeros
+    values: Tensor  # s [r]
+    vectors: Tensor  # V [p r]
+
+    @staticmethod
+    def of_rows(J: Tensor) -> ColumnSpectrum:
+        """From J [m p], by QR: JᵀJ would hide singular values below the root of the machine epsilon."""
+        rounding = max(J.shape) * torch.finfo(J.dtype).eps
+        lengths = _nonzero(J.double().norm(dim=0))
+        scaled = J.double() / lengths
+        triangle = torch.linalg.qr(scaled, mode="r").R if len(J) > J.shape[1] else scaled
+        _, s, Vt = torch.linalg.svd(triangle, full_matrices=False)
+        regular = s > rounding * s[:1]
+        return ColumnSpectrum(lengths, s[regular], Vt[regular].T)
+
+    @staticmethod
+    def of_square(G: Tensor, m: int) -> ColumnSpectrum:
+        """From G = JᵀJ [p p], summed over m rows: what is below the root of the rounding of G counts as zero."""
+        rounding = max(m, len(G)) * torch.finfo(G.dtype).eps
+        lengths = _nonzero(G.double().diagonal().clamp(min=0).sqrt())
+        squares, V = torch.linalg.eigh(G.double() / lengths / lengths.unsqueeze(1))
+        regular = squares > rounding * squares[-1:]
+        return ColumnSpectrum(lengths, squares[regular].sqrt(), V[:, regular])
+
+    @property
+    def rank(self) -> int:
+        return len(self.values)
+
+    def undetermined(self) -> Tensor:
+        """Of every parameter [p], the share of a change that the residuals do not see."""
+        return 1 - self.vectors.square().sum(1)
+
+    def inverse_root(self) -> Tensor:
+        """B [p r] with the pseudo-inverse B Bᵀ of JᵀJ, on parameters that the residuals determine."""
+        return self.vectors / self.values / self.lengths.unsqueeze(1)
+
+
+def _nonzero(lengths: Tensor) -> Tensor:
+    return torch.where(lengths > 0, lengths, 1.0)
+
+
 class ResidualJacobian(ABC):
     """J [m p] of the residuals r [m], each class times the root of its weight over N; G = JᵀJ is the ``operator``."""
 
@@ -44,8 +93,13 @@ class ResidualJacobian(ABC):
         """(JᵀJ + λ)⁻¹ω [p] of any covector; for ω = Jᵀt ``solve`` has more digits."""
 
     @abstractmethod
-    def singular_values(self) -> Tensor | None:
-        """Those of J, all min(m, p), descending; None where J is known by products only."""
+    def spectrum(self) -> ColumnSpectrum | None:
+        """The singular values of J; None where J is known by products only."""
+
+    def rank(self) -> int | None:
+        """Of J, as ``spectrum`` has it."""
+        spectrum = self.spectrum()
+        return None if spectrum is None else spectrum.rank
 
     def removable(self, t: Tensor) -> float | None:
         """‖P t‖², P the projection on the range of J: what of ‖t‖² an undamped step removes, by the linear model.
@@ -73,6 +127,7 @@ class KernelJacobian(ResidualJacobian):
     """
 
     rows: RowStack
+    rows_fit: bool  # into memory, so that the rank may come from J itself
 
     @property
     def operator(self) -> RowStack:
@@ -99,8 +154,16 @@ class KernelJacobian(ResidualJacobian):
         check_positive(damping, "the damping")
         return (ω - self.solve(self.push(ω), damping)) / damping
 
-    def singular_values(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.gram).flip(0).clamp(min=0).sqrt()
+    def spectrum(self) -> ColumnSpectrum:
+        return ColumnSpectrum.of_rows(self.rows.rows())
+
+    def rank(self) -> int:
+        """Where J does not fit into memory, from JJᵀ: singular values below the root of its rounding count as zero."""
+        if self.rows_fit:
+            return self.spectrum().rank
+        squares = torch.linalg.eigvalsh(self.gram)
+        rounding = max(self.gram.shape[0], self.rows.layout.size) * torch.finfo(squares.dtype).eps
+        return int((squares > rounding * squares[-1:]).sum())
 
 
 @final
@@ -180,8 +243,8 @@ class DenseJacobian(ResidualJacobian):
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         return self._normal.solve(ω, damping)
 
-    def singular_values(self) -> Tensor:
-        return torch.linalg.svdvals(self._qr[1])
+    def spectrum(self) -> ColumnSpectrum:
+        return ColumnSpectrum.of_rows(self.matrix)
 
 
 @final
@@ -194,6 +257,7 @@ class NormalJacobian(ResidualJacobian):
 
     exact: ImplicitOperator
     normal: DampedFactor
+    count: int  # of rows
 
     @property
     def operator(self) -> ImplicitOperator:
@@ -205,8 +269,8 @@ class NormalJacobian(ResidualJacobian):
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         return self.normal.solve(ω, damping)
 
-    def singular_values(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.normal.G).flip(0).clamp(min=0).sqrt()
+    def spectrum(self) -> ColumnSpectrum:
+        return ColumnSpectrum.of_square(self.normal.G, self.count)
 
 
 @final
@@ -268,7 +332,7 @@ class StructuredJacobian(ResidualJacobian):
             self._inverses[damping] = self.solver.init(self.approximate, damping / self.total)
         return self._inverses[damping].solve(ω / self.total)
 
-    def singular_values(self) -> None:
+    def spectrum(self) -> None:
         return None
 
 
@@ -287,7 +351,7 @@ def jacobian_of(
         if isinstance(structure, Kernel):
             sizes.admit_kernel()
         rows = RowStack(layout, tuple(map(Kernel().factored, pullbacks)), tuple(map(math.sqrt, weights)))
-        return KernelJacobian(rows) if isinstance(structure, Kernel) else DenseJacobian(rows)
+        return KernelJacobian(rows, sizes.rows_fit) if isinstance(structure, Kernel) else DenseJacobian(rows)
     pairs = list(zip(pullbacks, weights, strict=True))
     terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
     exact = ImplicitOperator(layout, terms)
@@ -295,7 +359,7 @@ def jacobian_of(
         return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
     if isinstance(structure, Dense):
         G = torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0)
-        return NormalJacobian(exact, DampedFactor(G))
+        return NormalJacobian(exact, DampedFactor(G), sizes.m)
     approximate = averaged([(w, structure.estimate(pb)) for pb, w in pairs])
     return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
 

@@ -220,6 +220,58 @@ def test_a_linear_fit_has_the_covariance_of_the_textbook() -> None:
     assert result.standard_errors["slope"].shape == (1,)
 
 
+def linear_fit(A: Tensor, t: Tensor, structure: Structure | None = None, memory: int = 10**8) -> ng.LeastSquares:
+    residuals = ng.Residuals(lambda θ, A, t: A @ θ["b"] - t, (A, t), reduction="sum")
+    return ng.LeastSquares(residuals, {"b": A.new_zeros(A.shape[1])}, structure=structure, memory=memory)
+
+
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense(), None], ids=["kernel", "dense", "chosen"])
+@pytest.mark.parametrize("shape", [(8, 12), (30, 6)], ids=["wide", "tall"])
+def test_the_rank_is_that_of_the_jacobian_in_every_structure(
+    structure: Structure | None, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    A = torch.randn(shape[0], 3).double() @ torch.randn(3, shape[1]).double()
+    result = linear_fit(A, torch.randn(shape[0]).double(), structure).solve(max_steps=2)
+    assert result.rank == np.linalg.matrix_rank(A.numpy()) == 3
+    with pytest.raises(SingularMetricError, match=f"determine 3 of {shape[1]} parameters"):
+        _ = result.covariance
+
+
+@pytest.mark.parametrize(("structure", "memory"), [(ng.Dense(), 1000), (ng.Kernel(), 6000)], ids=["normal", "gram"])
+def test_a_jacobian_that_does_not_fit_into_memory_has_a_rank(structure: Structure, memory: int) -> None:
+    torch.manual_seed(0)
+    wide = isinstance(structure, ng.Kernel)
+    A = torch.randn(8, 3).double() @ torch.randn(3, 60).double() if wide else torch.randn(30, 6).double()
+    A = A if wide else torch.cat([A[:, :5], A[:, :1]], 1)
+    result = linear_fit(A, torch.randn(len(A)).double(), structure, memory).solve(max_steps=2)
+    assert result.rank == np.linalg.matrix_rank(A.numpy())
+
+
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense()], ids=["kernel", "dense"])
+@pytest.mark.parametrize("small", [1e-4, 1e-7, 1e-9])
+def test_the_covariance_of_nearly_dependent_columns_is_that_of_a_qr(structure: Structure, small: float) -> None:
+    torch.manual_seed(0)
+    A = torch.randn(30, 3).double()
+    A[:, 2] = A[:, 0] + small * A[:, 2]
+    result = linear_fit(A, torch.randn(30).double(), structure).solve(max_steps=2)
+    inverse = np.linalg.inv(np.linalg.qr(A.numpy()).R)
+    exact = torch.from_numpy(inverse @ inverse.T) * (2 * result.loss / 27)
+    assert (result.covariance - exact).abs().max() <= 1e-6 * exact.abs().max()
+    assert (result.covariance_of("b") - exact).abs().max() <= 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e12])
+def test_the_covariance_of_a_parameter_does_not_depend_on_the_units_of_others(unit: float) -> None:
+    x = torch.linspace(0, 1, 30).double()
+    A = torch.stack([x, unit * x.cos()], 1)
+    result = linear_fit(A, x.sin()).solve(max_steps=2)
+    scaled = A / torch.tensor([1.0, unit]).double()
+    exact = torch.linalg.inv(scaled.T @ scaled) / torch.outer(*[torch.tensor([1.0, unit]).double()] * 2)
+    assert result.rank == 2
+    assert torch.allclose(result.covariance_of("b", variance=1.0) / exact, torch.ones(2, 2).double(), rtol=1e-10)
+
+
 def test_the_scale_of_the_mean_does_not_change_the_covariance() -> None:
     x = torch.linspace(0, 1, 20).double()[:, None]
     t = 3 * x + 0.1 * (40 * x).sin()
