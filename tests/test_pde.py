@@ -308,6 +308,38 @@ def test_forward_mode_inside_of_forward_mode_has_the_derivatives_of_reverse_mode
     torch.testing.assert_close(forward(x[0]), reverse(x[0]))
 
 
+def test_a_product_of_coordinates_has_the_laplacian_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jet, "_checked", set())
+    for seed in range(10):
+        torch.manual_seed(seed)
+        jet._checked.clear()
+        check(lambda x: x.prod(-1), points())
+        check(lambda x: x.cumprod(-1), points())
+
+
+def test_functions_without_a_rule_have_derivatives_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jet, "_checked", set())
+    x = points()
+
+    def f(x: Tensor) -> Tensor:
+        return torch.atan2(x[:, 0], x[:, 1] * x[:, 2])
+
+    with torch.inference_mode():
+        found = ng.pde.laplacian(f, x)
+    torch.testing.assert_close(found.clone(), trace(by_points(f, x)[2]))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, jacrev, lambda f: lambda a: torch.func.jvp(f, (a,), (a,))])
+def test_a_wrong_second_derivative_of_torch_is_refused_inside_a_transform(transform: Any) -> None:
+    x = points()
+
+    def loss(a: Tensor) -> Tensor:
+        return ng.pde.laplacian(lambda x: torch.linalg.det(a * x[:, :, None] * x[:, None] + torch.eye(3)), x).sum()
+
+    with pytest.raises(ng.errors.NoDerivativeError, match=r"linalg_det has no rule.*is wrong"):
+        transform(loss)(torch.tensor(2.0, dtype=torch.float64))
+
+
 class Writes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
