@@ -424,6 +424,9 @@ def _layer(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return Jet(F.linear(x.whole(), weight), x.of, bias)
 
 
+_OPERANDS = "input", "other"
+
+
 def _named(names: Sequence[str], args: Arguments, kwargs: Keywords) -> list[Any]:
     return [args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(names)]
 
@@ -436,7 +439,7 @@ def _aligned(jet: Jet, ndim: int) -> Tensor:
 
 def _sum(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """a + αb and a − αb; a tensor or number is a shift."""
-    a, b = args[:2]
+    a, b = _named(_OPERANDS, args, kwargs)
     factor = kwargs.get("alpha", 1) * (-1 if "sub" in func.__name__ else 1)
     if func.__name__ == "rsub":
         a, b = b, a
@@ -459,7 +462,7 @@ def _sum(func: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _mul(func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    a, b = args[:2]
+    a, b = _named(_OPERANDS, args, kwargs)
     if isinstance(a, Jet) and isinstance(b, Jet):
         ndim = max(a.ndim, b.ndim)
         a, b = (Jet(_aligned(jet, ndim), jet.of, jet.shift) for jet in (a, b))
@@ -477,8 +480,10 @@ def _bilinear(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if len(jets) == 2:
         function = _function_of(func, args, kwargs)
         return _product(function, jets[0], jets[1], torch.func.vmap)
-    if "matmul" in func.__name__ and isinstance(args[0], Jet) and args[1].ndim < 3:
-        return Jet(args[0].whole() @ args[1], args[0].of)
+    if "matmul" in func.__name__:
+        a, b = _named(_OPERANDS, args, kwargs)
+        if isinstance(a, Jet) and b.ndim < 3:
+            return Jet(a.whole() @ b, a.of)
     return _linear(func, args, kwargs)
 
 
@@ -496,7 +501,7 @@ def _product(function: Callable[..., Tensor], a: Jet, b: Jet, over: Callable[...
 
 
 def _quotient(func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    a, b = args[:2]
+    a, b = _named(_OPERANDS, args, kwargs)
     if kwargs.get("rounding_mode") is not None:
         return NotImplemented
     if isinstance(b, Jet):
@@ -714,9 +719,10 @@ def _softmax(func: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 def _attention(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """softmax(Q Kᵀ/√d) V."""
-    if len(args) > 3 or kwargs.keys() - {"scale"}:
+    names = "query", "key", "value"
+    if len(args) > 3 or kwargs.keys() - {*names, "scale"}:
         return NotImplemented  # masks
-    q, k, v = args
+    q, k, v = _named(names, args, kwargs)
     scale = kwargs.get("scale")
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return apply(torch.softmax, (scores, -1), {}) @ v if isinstance(scores, Jet) else torch.softmax(scores, -1) @ v

@@ -124,6 +124,13 @@ def _functions() -> dict[str, Function]:
         "gate": lambda x: F.glu(layer(x)),
         "attention": attended,
         "in place": grown,
+        "named operands": lambda x: torch.add(
+            input=torch.mul(h(x), other=layer(x)), other=torch.div(x, other=2)[:, :1]
+        ),
+        "named matrices": lambda x: torch.matmul(h(x), other=matrix).square(),
+        "named attention": lambda x: F.scaled_dot_product_attention(
+            query=h(x)[:, :, None], key=layer(x)[:, :, None], value=h(x)[:, :, None]
+        ),
     }
 
 
