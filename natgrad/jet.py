@@ -55,6 +55,13 @@ def _reflected(function: Any) -> Callable[..., Any]:
     return lambda right, left: apply(function, (left, right), {})
 
 
+@final
+class Memory:
+    """What the views of one tensor share: how often it was changed in place."""
+
+    version = 0
+
+
 class Jet:
     """Stands for a tensor of ``shape`` in a forward pass, with its derivatives.
 
@@ -73,6 +80,26 @@ class Jet:
 
     def __init__(self, channels: Tensor, of: Directions, shift: Tensor | float | None = None) -> None:
         self.channels, self.of, self.shift = channels, of, shift
+        self.memory = Memory()
+        self.version = 0
+
+    def check_current(self, called: str) -> None:
+        """Refuse a jet whose tensor was changed in place through another view of it: the jet does not know."""
+        if self.version != self.memory.version:
+            raise NoDerivativeError(
+                f"the model {called} a tensor after an operation in place on another view of its memory: derivatives "
+                "do not follow that. Do it out of place, and join the parts with torch.cat"
+            )
+
+    def view_of(self, other: Jet) -> None:
+        """Say that the tensor shares its memory with that of another jet."""
+        self.memory, self.version = other.memory, other.version
+
+    def overwrite(self, new: Jet) -> None:
+        """An operation in place."""
+        self.channels, self.shift = new.channels, new.shift
+        self.memory.version += 1
+        self.version = self.memory.version
 
     def components(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Value [*shape], derivatives [m *shape], and L [*shape] or None where it is zero."""
@@ -124,7 +151,12 @@ class Jet:
     __truediv__, __rtruediv__ = _operator(torch.div), _reflected(torch.div)
     __pow__, __rpow__ = _operator(torch.pow), _reflected(torch.pow)
     __matmul__, __rmatmul__ = _operator(torch.matmul), _reflected(torch.matmul)
-    __neg__, __abs__, __getitem__ = _operator(torch.neg), _operator(torch.abs), _operator(operator.getitem)
+    __mod__, __rmod__ = _operator(torch.remainder), _reflected(torch.remainder)
+    __iadd__, __isub__, __imul__, __itruediv__, __ipow__ = map(
+        _operator, (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.pow_)
+    )
+    __neg__, __abs__ = _operator(torch.neg), _operator(torch.abs)
+    __getitem__, __setitem__ = _operator(operator.getitem), _operator(operator.setitem)
     __lt__, __le__, __gt__, __ge__ = map(_operator, (torch.lt, torch.le, torch.gt, torch.ge))
     __eq__, __ne__ = _operator(torch.eq), _operator(torch.ne)
     __hash__ = object.__hash__
@@ -152,8 +184,12 @@ class Jet:
             return lambda *args, **kwargs: apply(member, (self, *args), kwargs)
         if name in _ATTRIBUTES:
             return getattr(self.inner.channels if isinstance(self, Composition) else self.channels, name)
-        if name in ("T", "mT"):
-            return self.transpose(-2, -1) if self.ndim > 1 else self
+        if name == "T":
+            return self.permute(*reversed(range(self.ndim)))
+        if name == "mT":
+            return self.transpose(-2, -1)
+        if name in ("real", "imag"):
+            return apply(getattr(torch, name), (self,), {})
         raise AttributeError(f"a Jet has no attribute {name!r}")
 
     @classmethod
@@ -169,6 +205,7 @@ class Composition(Jet):
         # What the jet is now: it may be changed in place.
         self.inner, self.slopes = Jet(inner.channels, inner.of, inner.shift), slopes
         self.of, self.shift = inner.of, None
+        self.memory, self.version = Memory(), 0
         self._formed: Tensor | None = None
 
     @property
@@ -195,11 +232,11 @@ class Composition(Jet):
 
     @property
     def shape(self) -> torch.Size:
-        return self.inner.shape
+        return self.inner.shape if self._formed is None else self._formed.shape[1:]
 
     @property
     def ndim(self) -> int:
-        return self.inner.ndim
+        return len(self.shape)
 
 
 def homogeneous(channels: Tensor) -> Tensor:
@@ -220,7 +257,8 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """A torch function of jets: by its rule, or by nested forward-mode differentiation."""
     called = getattr(func, "__name__", str(func))
     name = called.strip("_")
-    of = _jets((args, kwargs))[0].of
+    jets = _jets((args, kwargs))
+    of = jets[0].of
     if name in _WITHOUT:
         return func(*_map(args, lambda jet: jet.value.detach()), **_map(kwargs, lambda jet: jet.value.detach()))
     if of.graph and not torch.is_grad_enabled():
@@ -228,6 +266,8 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
             f"the model calls {name} where gradients are switched off, in torch.no_grad() or in an autograd.Function "
             "of its own: no derivative passes there. Write that part with plain torch operations"
         )
+    for jet in jets:
+        jet.check_current(f"calls {name} on")
     if name in _REFUSED or kwargs.get("out") is not None:
         raise NoDerivativeError(f"the model calls {name}: {_REFUSED.get(name, 'out= cannot hold a derivative')}")
     if name in _KINKED and of.second:
@@ -248,10 +288,21 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     result = NotImplemented if rule is None else rule(func, args, kwargs)
     if result is NotImplemented:
         result = _nested(func, args, kwargs)
-    if not in_place:
-        return result
-    args[0].channels, args[0].shift = result.channels, result.shift
-    return args[0]
+    if in_place:
+        args[0].overwrite(result)
+        return args[0]
+    if _is_view(name, args):
+        for each in _jets(result):
+            each.view_of(jets[0])
+    return result
+
+
+def _is_view(name: str, args: Arguments) -> bool:
+    """Whether the result may share its memory with the argument."""
+    if name == "getitem":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(at is None or at is Ellipsis or isinstance(at, (int, slice)) for at in index)
+    return name in _VIEWS
 
 
 def _jets(x: Any) -> list[Jet]:
@@ -543,7 +594,8 @@ def _by_forward_mode(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         yield slope(v)
         yield torch.func.jvp(slope, (v,), (one,))[1]
 
-    return _composed(jets[0], slopes) if len(jets) == 1 else NotImplemented
+    # |z| of a complex z has no f′
+    return _composed(jets[0], slopes) if len(jets) == 1 and not jets[0].dtype.is_complex else NotImplemented
 
 
 def _tanh(v: Tensor) -> Iterator[Any]:
@@ -743,6 +795,14 @@ def _dropout(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return x
 
 
+def _rrelu(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    x, lower, upper, training = _named(("input", "lower", "upper", "training"), args, kwargs)
+    if training:
+        return _dropout(func, (x, 1.0, True), {})
+    slope = ((1 / 8 if lower is None else lower) + (1 / 3 if upper is None else upper)) / 2
+    return _by_forward_mode(F.leaky_relu, (x, slope), {})
+
+
 def _batch_norm(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     training = _named(("input", "mean", "var", "weight", "bias", "training"), args, kwargs)[5]
     if training:
@@ -778,7 +838,8 @@ _RULES: dict[str, Rule] = (
     | _rules(_softmax, "softmax", "log_softmax", "logsumexp")
     | {"scaled_dot_product_attention": _attention}
     | _rules(_dropout, "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    | _rules(_dropout, "feature_dropout", "rrelu")
+    | _rules(_dropout, "feature_dropout")
+    | _rules(_rrelu, "rrelu")
     | _rules(_batch_norm, "batch_norm")
     | _rules(_gelu_rule, "gelu")
     | _rules(
@@ -799,6 +860,16 @@ _RULES: dict[str, Rule] = (
         )
         for name in names
     }
+)
+
+# What may return a view of its argument.
+_VIEWS = frozenset(
+    (
+        *("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose"),
+        *("swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "expand", "expand_as", "broadcast_to"),
+        *("chunk", "split", "tensor_split", "split_with_sizes", "unbind", "select", "narrow", "diagonal", "unfold"),
+        *("contiguous", "to", "double", "float", "type_as", "positive", "atleast_1d", "atleast_2d", "real", "imag"),
+    )
 )
 
 # What has no derivative, and is that of the value.

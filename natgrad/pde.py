@@ -177,6 +177,7 @@ def _propagated(
             f"the model returned {kind}: it must return one tensor, computed from the points by torch operations. "
             "Wrap it in a function that picks the output"
         )
+    out.check_current("returns")
     _check_apart(model, x, out.value)
     return Jet(out.whole(), out.of)  # joined, so that the last bias is in the graph of every derivative
 

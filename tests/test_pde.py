@@ -87,6 +87,17 @@ def _functions() -> dict[str, Function]:
         y /= 3
         return y.tanh()
 
+    def seen_by_two_names(x: Tensor) -> Tensor:
+        y = layer(x).sin()
+        z = y
+        y += 1
+        return z.square()
+
+    def reshaped_in_place(x: Tensor) -> Tensor:
+        y = layer(x).sin()
+        y.unsqueeze_(1)
+        return y * torch.ones(1, 2, 1, dtype=x.dtype)
+
     def attended(x: Tensor) -> Tensor:
         q = h(x).unsqueeze(1) * matrix
         return F.scaled_dot_product_attention(q, q, q).flatten(1)
@@ -124,6 +135,10 @@ def _functions() -> dict[str, Function]:
         "gate": lambda x: F.glu(layer(x)),
         "attention": attended,
         "in place": grown,
+        "in place, under two names": seen_by_two_names,
+        "in place, another shape": reshaped_in_place,
+        "remainder": lambda x: (3 * h(x) ** 2) % 0.7,
+        "complex": lambda x: (x + 1j * x.square()).abs() + (1j * h(x)[:, :3]).exp().real + (1j * x).sin().imag,
         "named operands": lambda x: torch.add(
             input=torch.mul(h(x), other=layer(x)), other=torch.div(x, other=2)[:, :1]
         ),
@@ -354,6 +369,28 @@ class Writes(nn.Module):
         return out
 
 
+class WritesToAView(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        y[:, :1].mul_(2)
+        return y
+
+
+class ReadsAView(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        first = y[:, :1]
+        y.mul_(2)
+        return first + 1
+
+
+class Assigns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        y[:, 0] = 1
+        return y
+
+
 class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(0)).exp()
@@ -376,6 +413,10 @@ class WithoutGradients(nn.Module):
         (lambda x: torch.cdist(x, torch.ones(2, 3)), "_?cdist has no rule, and torch cannot differentiate it twice"),
         (lambda x: x * x[0, 0].item(), "calls item: a number has no derivative"),
         (Writes(), "calls setitem: a tensor cannot hold derivatives. Build it with torch.cat"),
+        (Assigns(), "calls setitem: a tensor cannot hold derivatives"),
+        (WritesToAView(), "returns a tensor after an operation in place on another view"),
+        (ReadsAView(), "calls add on a tensor after an operation in place on another view"),
+        (lambda x: F.rrelu(x, training=True), "calls rrelu in training mode"),
         (Centred(), "Centred: the value at a point changes by .* if the others move"),
         (lambda x: x.exp() - x.exp().mean(0), "<lambda>: the value at a point changes by .* if the others move"),
         (WithoutGradients(), "calls exp where gradients are switched off"),
@@ -389,6 +430,22 @@ class WithoutGradients(nn.Module):
 def test_models_without_derivatives(model: Any, message: str) -> None:
     with pytest.raises((ng.errors.NoDerivativeError, ng.errors.BatchStatisticsError), match=message):
         ng.pde.laplacian(model, torch.rand(2, 3))
+
+
+def test_the_transpose_of_any_number_of_axes_reverses_them() -> None:
+    x = points(1)
+    torch.testing.assert_close(ng.pde.derivatives(lambda x: x[:, :, None].sin().T, x).value, x.mT.sin()[None])
+    torch.testing.assert_close(ng.pde.derivatives(lambda x: x[0].sin().T, x).value, x[0].sin())
+
+
+@pytest.mark.parametrize(("random", "slope"), [(F.rrelu, 11 / 48), (nn.RReLU(0.1, 0.5).eval(), 0.3)])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_randomised_activation_has_its_mean_slope_in_evaluation(random: Function, slope: float, n: int) -> None:
+    x = points(n) - 0.5
+    found = ng.pde.derivatives(lambda x: random(x) ** 3, x)
+    leaky = ng.pde.derivatives(lambda x: F.leaky_relu(x, slope) ** 3, x)
+    torch.testing.assert_close(found.value, F.leaky_relu(x, slope) ** 3)
+    torch.testing.assert_close(found.laplacian, leaky.laplacian)
 
 
 def test_a_function_may_hold_a_number_for_every_point() -> None:
