@@ -23,6 +23,7 @@ from natgrad.least_squares.trust_region import minimise
 from natgrad.log import OnceLogger
 
 _logger = OnceLogger()
+_FEW = 16  # times the smallest normal number: a cost below has few digits
 
 
 def least_squares(
@@ -279,19 +280,19 @@ def _count(max_nfev: Any) -> int:
 
 
 def _say_underflow(fits: Fits, eps: float) -> None:
-    """Where the squares of all residuals are zero, every x is a minimum: name fits that end at x0 for this."""
+    """Where the squares of all residuals are zero, or have lost digits, a fit ends anywhere: name such fits."""
     tiny = torch.finfo(fits.f.dtype).tiny
-    at_start = (fits.evaluations == 1) & (fits.cost < tiny)
-    if not anywhere(at_start):
+    lost = fits.cost < _FEW * tiny
+    if not anywhere(lost):
         return
     sizes = fits.f.abs()
-    terms = (fits.J.abs() @ fits.x.abs().unsqueeze(-1)).squeeze(-1)  # whose rounding residuals of an exact x0 are
-    left = sizes[torch.as_tensor(at_start, device=sizes.device).view(-1) & (sizes > eps**0.5 * terms).any(-1)]
+    terms = (fits.J.abs() @ fits.x.abs().unsqueeze(-1)).squeeze(-1)  # whose rounding residuals of an exact x are
+    left = sizes[torch.as_tensor(lost, device=sizes.device).view(-1) & (sizes > eps**0.5 * terms).any(-1)]
     if left.numel():
         _logger.log_once(
             logging.WARNING,
-            "least_squares: residuals of at most %.0e have squares that are zero in %s, so that a fit ends at x0: "
-            "multiply them by a number that makes them about 1",
+            "least_squares: residuals of at most %.0e have squares that are zero, or nearly so, in %s, so that a fit "
+            "ends at x0 or too early: multiply them by a number that makes them about 1",
             float(left.max()),
             str(left.dtype).removeprefix("torch."),
         )

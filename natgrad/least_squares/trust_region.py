@@ -166,7 +166,10 @@ def _step(
     poor, good = (ratio <= 0.25) & negated(noise), (ratio >= 0.75) | (fits.λ == 0)
     # A settled fit has no patience for the same step again, which a region that still holds it would lead to
     reach = least(radius, select(refused, norm, 10 * norm))
-    fits.radius = select(poor, shrink * reach, select(good, 2 * norm, radius))
+    radius = select(poor, shrink * reach, select(good, 2 * norm, radius))
+    eps = torch.finfo(f.dtype).eps
+    # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
+    fits.radius = greatest(radius, eps**2 * (model.size + eps * model.unit))
     fits.λ = select(poor, fits.λ / shrink, select(good, 0.5 * fits.λ, fits.λ))
     if not anywhere(taken):
         return False

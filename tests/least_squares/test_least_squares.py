@@ -19,6 +19,8 @@ from torch import Tensor
 import natgrad as ng
 from benchmarks.least_squares import Problem
 from natgrad.errors import NonFiniteError, SingularMetricError
+from natgrad.least_squares import solve
+from natgrad.log import OnceLogger
 from tests.least_squares.minpack import PROBLEMS
 
 NIST = [
@@ -453,9 +455,31 @@ def test_residuals_whose_squares_are_zero_are_named(caplog: pytest.LogCaptureFix
         fit = ng.least_squares(lambda x: 1e-200 * decay(x, TIMES, DATA), ones(2))
     assert fit.nfev == 1
     assert [r.getMessage() for r in caplog.records] == [
-        "least_squares: residuals of at most 2e-200 have squares that are zero in float64, so that a fit ends at x0: "
-        "multiply them by a number that makes them about 1"
+        "least_squares: residuals of at most 2e-200 have squares that are zero, or nearly so, in float64, so that a "
+        "fit ends at x0 or too early: multiply them by a number that makes them about 1"
     ]
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(("unit", "dtype"), [(1e-158, torch.float64), (1e-22, torch.float32)])
+def test_residuals_whose_squares_lose_their_digits_are_named(
+    unit: float, dtype: torch.dtype, batch: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solve, "_logger", OnceLogger())
+    t, data, x0 = TIMES.to(dtype), DATA.to(dtype), torch.ones(2, dtype=dtype)
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        if batch:
+            ng.least_squares(lambda x, y: unit * decay(x, t, y), x0.expand(3, 2), (data.expand(3, -1),), batch=True)
+        else:
+            ng.least_squares(lambda x: unit * decay(x, t, data), x0)
+    assert "have squares that are zero, or nearly so" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("options", [{}, {"bounds": (-5, 5)}], ids=["free", "box"])
+def test_without_xtol_a_kink_ends_a_fit_by_its_number_of_evaluations(options: dict[str, Any]) -> None:
+    fit = ng.least_squares(lambda x: x.abs() + 1, torch.tensor([0.3, -0.7]).double(), xtol=None, ftol=None, **options)
+    assert (fit.status, fit.success, fit.nfev) == (0, False, 1520)
+    assert fit.x.abs().max() < 1e-12
 
 
 def test_numbers_are_unknowns_in_double_precision() -> None:
