@@ -43,7 +43,8 @@ class SpectralDensity:
     def trace_of(self, f: Callable[[Tensor], Tensor]) -> tuple[float, float]:
         """Σ f(λ) over all eigenvalues, and its standard error over the probes (Ubaru, Chen and Saad 2017)."""
         at_zero = float(f(self.values.new_zeros(1))[0]) if self.zeros else 0.0
-        sums = (self.counts * f(self.values)).sum(1) + self.zeros * at_zero
+        # Probes that ended early are padded by values without a count, at which f need not be finite
+        sums = torch.where(self.counts > 0, self.counts * f(self.values), 0.0).sum(1) + self.zeros * at_zero
         return float(sums.mean()), float(sums.std() / math.sqrt(len(sums)))
 
     @cached_property

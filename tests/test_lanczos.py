@@ -53,6 +53,18 @@ def test_traces_are_within_their_errors(f: Callable[[Tensor], Tensor]) -> None:
     assert errors[1] < 0.8 * errors[0]
 
 
+def test_probes_that_end_early_do_not_add_values_at_zero() -> None:
+    """Each eigenvector consists of signs, so that a probe may be one."""
+    signs = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]).double()
+    roots = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    pb = ng.pullback(nn.Linear(4, 1, bias=False).double(), roots[:, None] * signs, ng.Euclidean())  # G has the roots²
+    density = ng.spectral_density(pb, probes=256, generator=torch.Generator().manual_seed(0))
+    assert (density.counts == 0).any()
+    for f in (torch.log, torch.reciprocal):
+        found, error = density.trace_of(f)
+        assert abs(found - float(f(roots.square()).sum())) <= 4 * error
+
+
 def test_multiple_eigenvalues_are_counted() -> None:
     """Three values for forty directions: three steps see them all, with their numbers."""
     values = torch.tensor([3.0] * 10 + [1.0] * 20 + [0.0] * 10, dtype=torch.float64)
