@@ -75,6 +75,9 @@ class GaussNewton(torch.optim.Optimizer):
                 self.state[p]["velocity"] = problem.velocity[name]
         return next(iter(named.values())).new_tensor(self.last.loss)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer is not copied: copy the model, make a new optimizer for it, and load_state_dict")
+
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim, with the number of steps."""
         return {**super().state_dict(), "steps": self.problem.steps}

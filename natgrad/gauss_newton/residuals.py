@@ -74,6 +74,10 @@ def _rows(name: str, r: Any, points: tuple[Tensor, ...], params: Iterable[Tensor
         raise TypeError(f"the residuals {name!r} are {r.dtype}, and must be real floating-point numbers: {fix}")
     if r.numel() == 0:
         raise ValueError(f"the residuals {name!r} are a tensor {list(r.shape)} without entries: leave the class out")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "least squares differentiates the residuals, and torch.inference_mode() has no graphs: leave it"
+        )
     if torch.is_grad_enabled() and not r.requires_grad and all(p.requires_grad for p in params):  # none is frozen
         raise ValueError(
             f"the residuals {name!r} do not depend on the parameters: compute them from the model by torch operations, "

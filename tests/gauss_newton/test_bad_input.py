@@ -1,7 +1,9 @@
 """Residuals that no step can be made with, each with its message."""
 
+import copy
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -154,3 +156,16 @@ def test_a_class_of_residuals_may_depend_on_frozen_parameters_only() -> None:
     frozen = ng.Residuals(lambda net, x: net[0](x), grid(3))
     result = ng.LeastSquares({"all": ng.Residuals(plain, grid(3)), "frozen": frozen}, net).solve(max_steps=3)
     assert result.history[-1].loss <= result.history[0].loss
+
+
+def test_inference_mode_is_named() -> None:
+    problem = ng.LeastSquares(lambda θ: θ["b"] - 1, {"b": torch.zeros(2).double()})
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+        problem.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_refused_with_the_fix(copied: Callable[[Any], Any]) -> None:
+    net = nn.Linear(1, 1).double()
+    with pytest.raises(TypeError, match="make a new optimizer for it, and load_state_dict"):
+        copied(ng.GaussNewton(net, ng.Residuals(lambda net, x: net(x) - 1, torch.ones(3, 1).double())))
