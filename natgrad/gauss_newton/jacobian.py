@@ -117,6 +117,15 @@ class ResidualJacobian(ABC):
         return self.operator.pull_root(t)
 
 
+def _in_range(J: Tensor, t: Tensor) -> float:
+    """‖P t‖², P the projection on the range of J [m p], m > p."""
+    length = J.norm(dim=0)  # columns of length 1: the rank does not depend on the units of parameters
+    Q, R = torch.linalg.qr(J / _nonzero(length))
+    U, s, _ = torch.linalg.svd(R)
+    regular = s > len(J) * torch.finfo(s.dtype).eps * s[:1]
+    return float(((t @ Q) @ U).square()[regular].sum())
+
+
 @final
 @dataclass(frozen=True)
 class KernelJacobian(ResidualJacobian):
@@ -148,6 +157,10 @@ class KernelJacobian(ResidualJacobian):
         for _ in range(_REFINED if damping < self._damped.rounding else 0):
             z = z + self._damped.solve(t - self.push(self.pull(z)) - damping * z, damping)
         return self.pull(z)
+
+    def removable(self, t: Tensor) -> float | None:
+        m, p = len(t), self.rows.layout.size
+        return None if m <= p or p > _TRIANGULAR or not self.rows_fit else _in_range(self.rows.rows(), t)
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         """Woodbury's identity, (ω − v)/λ with the solution v of J v = Jω."""
@@ -194,13 +207,7 @@ class DenseJacobian(ResidualJacobian):
 
     def removable(self, t: Tensor) -> float | None:
         m, p = self.matrix.shape
-        if m <= p or p > _TRIANGULAR:
-            return None
-        length = self.matrix.norm(dim=0)  # columns of length 1: the rank does not depend on the units of parameters
-        Q, R = torch.linalg.qr(self.matrix / torch.where(length > 0, length, 1.0))
-        U, s, _ = torch.linalg.svd(R)
-        regular = s > m * torch.finfo(s.dtype).eps * s[:1]
-        return float(((t @ Q) @ U).square()[regular].sum())
+        return None if m <= p or p > _TRIANGULAR else _in_range(self.matrix, t)
 
     def push(self, v: Tensor) -> Tensor:
         return self.matrix @ v

@@ -261,6 +261,17 @@ def test_the_covariance_of_nearly_dependent_columns_is_that_of_a_qr(structure: S
     assert (result.covariance_of("b") - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense()], ids=["kernel", "dense"])
+def test_short_steps_in_a_flat_valley_are_no_success(structure: Structure) -> None:
+    torch.manual_seed(0)
+    A, noise = torch.randn(30, 3).double(), torch.randn(30).double()
+    A[:, 2] = A[:, 0] + 1e-9 * A[:, 2]
+    t = A.sum(1) + 0.1 * noise
+    result = linear_fit(A, t, structure).solve(max_steps=50)
+    least = 0.5 * float((torch.linalg.qr(A).Q.T @ t).square().sum().neg() + t.square().sum())
+    assert result.success == (result.loss < (1 + 1e-6) * least)
+
+
 @pytest.mark.parametrize("unit", [1e-12, 1e12])
 def test_the_covariance_of_a_parameter_does_not_depend_on_the_units_of_others(unit: float) -> None:
     x = torch.linspace(0, 1, 30).double()
