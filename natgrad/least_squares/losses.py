@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+from natgrad.linalg import is_number
 
 # z ↦ ρ(z), ρ′(z), ρ″(z); ρ(z) ≈ z near zero
 Rho: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -53,12 +55,16 @@ class RobustLoss:
     scale: float
 
     @staticmethod
-    def named(name: str, scale: float) -> RobustLoss:
-        if name not in RHO:
+    def named(name: Any, scale: Any) -> RobustLoss:
+        if not isinstance(name, str) or name not in RHO:
             raise ValueError(f"loss is one of {', '.join(map(repr, RHO))}, got {name!r}")
-        if not 0 < scale < torch.inf:
+        if not is_number(scale) and not (isinstance(scale, Tensor) and scale.numel() == 1):
+            raise TypeError(
+                f"f_scale must be one number, got {scale!r:.60}: divide the residuals by scales of their own"
+            )
+        if not 0 < float(scale) < torch.inf:
             raise ValueError(f"f_scale must be positive and finite, got {scale}: residuals beyond it are outliers")
-        return RobustLoss(RHO[name], scale)
+        return RobustLoss(RHO[name], float(scale))
 
     def cost(self, f: Tensor) -> Tensor:
         """[*] of residuals f [* m]."""

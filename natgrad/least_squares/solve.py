@@ -20,6 +20,7 @@ from natgrad.least_squares.residuals import ResidualFunction, Unknowns
 from natgrad.least_squares.result import FitResult
 from natgrad.least_squares.sensitivity import differentiable
 from natgrad.least_squares.trust_region import minimise
+from natgrad.linalg import is_number
 from natgrad.log import OnceLogger
 
 _logger = OnceLogger()
@@ -163,9 +164,7 @@ def _checked(x0: Any, batch: bool) -> Unknowns:
         given = dict(x0)
     else:
         given = {"x0": x0}
-    tensors = {
-        name: p if isinstance(p, Tensor) else torch.as_tensor(p, dtype=torch.float64) for name, p in given.items()
-    }
+    tensors = {name: p if isinstance(p, Tensor) else _numbers(p, name, torch.float64) for name, p in given.items()}
     for name, p in tensors.items():
         if p.is_complex():
             raise TypeError(f"{name} is complex: fit its real and imaginary part (torch.view_as_real)")
@@ -188,11 +187,26 @@ def _checked(x0: Any, batch: bool) -> Unknowns:
     return whole if isinstance(x0, Mapping) else whole["x0"]
 
 
+def _numbers(value: Any, what: str, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Real numbers, a list of them or an array, as a tensor."""
+    if _kind(value) == "c" or (isinstance(value, Tensor) and value.is_complex()):  # torch would drop imaginary parts
+        raise TypeError(f"{what} is complex: fit its real and imaginary part, with real bounds and scales")
+    try:
+        return torch.as_tensor(value, dtype=dtype, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{what} must be a number, or numbers in a tensor or a list, got {value!r:.60}") from error
+
+
+def _kind(value: Any) -> str | None:
+    """NumPy's letter for the kind of numbers in an array."""
+    return getattr(getattr(value, "dtype", None), "kind", None)
+
+
 def _as_tensors(args: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
     """Arrays of floats as tensors; what else there is, fun may need as it is."""
 
     def tensor(a: Any) -> Any:
-        if isinstance(a, (Tensor, float)) or getattr(getattr(a, "dtype", None), "kind", None) != "f":
+        if isinstance(a, (Tensor, float)) or _kind(a) != "f":
             return a
         # A copy, in the order of bytes of this machine: torch does not read every array
         return torch.as_tensor(a.__array__().astype("float64"), dtype=like.dtype, device=like.device)
@@ -214,7 +228,7 @@ def _spread(value: Any, what: str, default: float, residuals: ResidualFunction, 
     """A number, or unknowns as x0 (of one fit or of all), as [b n]."""
 
     def full(v: Any, like: Tensor, name: str) -> Tensor:
-        t = torch.as_tensor(v, dtype=x.dtype, device=x.device)
+        t = _numbers(v, f"{what} of {name}", x.dtype, x.device)
         try:
             return t.expand(like.shape)
         except RuntimeError:
@@ -265,8 +279,8 @@ def _tolerance(value: float | None, name: str, eps: float) -> float:
     """Not below what rounding leaves."""
     if value is None:
         return eps if name == "gtol" else 0.0
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be a number in [0, 1), or None, got {value}")
+    if not is_number(value) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a number in [0, 1), or None, got {value!r}")
     return max(value, 2 * eps)
 
 

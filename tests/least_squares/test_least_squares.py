@@ -592,6 +592,19 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "complex": (TypeError, "complex: fit its real", lambda: ng.least_squares(decay, torch.ones(2, dtype=torch.cfloat))),
     "complex residuals": (TypeError, "torch.view_as_real", lambda: ng.least_squares(lambda x: 1j * x, ones(2))),
+    "complex array": (TypeError, "complex: fit its real", lambda: ng.least_squares(decay, np.array([1j, 2]))),  # type: ignore[arg-type]
+    "no unknowns": (TypeError, "x0 must be a number, or numbers", lambda: ng.least_squares(decay, None)),  # type: ignore[arg-type]
+    "a bound without a number": (
+        TypeError,
+        r"the lower bound of x0 must be a number, .* got \[0, None\]",
+        lambda: ng.least_squares(decay, ones(2), bounds=([0, None], 2)),
+    ),
+    "several f_scale": (
+        TypeError,
+        "f_scale must be one number",
+        lambda: ng.least_squares(decay, ones(2), loss="huber", f_scale=ones(2)),  # type: ignore[arg-type]
+    ),
+    "word as a tolerance": (ValueError, "ftol must be a number", lambda: ng.least_squares(decay, ones(2), ftol="no")),  # type: ignore[arg-type]
     "half": (TypeError, "needs float64", lambda: ng.least_squares(decay, torch.ones(2).half())),
     "empty": (ValueError, "x0 is empty", lambda: ng.least_squares(decay, ones(0))),
     "NaN in x0": (NonFiniteError, "x0 holds NaN", lambda: ng.least_squares(decay, ones(2) * math.nan)),
