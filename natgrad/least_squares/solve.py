@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.errors import NonFiniteError
+from natgrad.accelerate.devices import in_transform
+from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.least_squares.arithmetic import anywhere
 from natgrad.least_squares.fits import NOT_FINITE, Fits, Rules
 from natgrad.least_squares.losses import RobustLoss
@@ -62,7 +63,8 @@ def least_squares(
     axis; ``fun`` is written for one fit, and mapped over them by ``torch.vmap``.
 
     If a tensor in ``args`` requires a gradient, ``result.x`` is a differentiable function of it (the implicit function
-    theorem, with the exact Hessian), with first derivatives only. Arrays of floats in ``args`` become tensors.
+    theorem, with the exact Hessian), with first derivatives only, by ``backward()`` and ``torch.autograd.grad``. Arrays
+    of floats in ``args`` become tensors.
 
     >>> t = torch.linspace(0, 4, 9, dtype=torch.float64)
     >>> y = 3 * torch.exp(-0.7 * t)
@@ -76,6 +78,7 @@ def least_squares(
         raise TypeError(f"args must be a tuple of further arguments of fun, got {type(args).__name__}: write (data,)")
     unknowns = _checked(x0, batch)
     args = _as_tensors(args, next(iter(unknowns.values())) if isinstance(unknowns, Mapping) else unknowns)
+    _refuse_transforms(args)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     residuals = ResidualFunction(fun, unknowns, held, batch)
     x = residuals.flatten(unknowns)
@@ -95,7 +98,15 @@ def least_squares(
     if ftol is None and xtol is None and gtol is None:
         raise ValueError("one of ftol, xtol and gtol must be a number: nothing else says when the fit has converged")
     robust = RobustLoss.named(loss, f_scale)
-    fits = minimise(residuals, x, robust, rules)
+    try:
+        fits = minimise(residuals, x, robust, rules)
+    except RuntimeError as error:
+        if not in_transform() or not str(error).startswith("vmap:"):
+            raise
+        raise IncompatibleError(
+            "least_squares reads the values of its tensors, which torch.vmap does not allow: give all fits in one "
+            "call, with batch=True"
+        ) from error
     if not residuals.confirm(fits.x, fits.f, fits.J):  # fun is not what its first values have shown
         fits = minimise(residuals, fits.x, robust, rules)
     _say_underflow(fits, eps)
@@ -212,6 +223,19 @@ def _as_tensors(args: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
         return torch.as_tensor(a.__array__().astype("float64"), dtype=like.dtype, device=like.device)
 
     return tuple(tensor(a) if hasattr(a, "__array__") else a for a in args)
+
+
+def _refuse_transforms(args: tuple[Any, ...]) -> None:
+    """Forward mode would find derivatives that are zero, and a transform of torch.func has no backward pass."""
+    for k, a in enumerate(args):
+        if not isinstance(a, Tensor):
+            continue
+        is_dual = torch.autograd.forward_ad.unpack_dual(a).tangent is not None
+        if is_dual or (a.requires_grad and torch.is_grad_enabled() and in_transform()):
+            raise IncompatibleError(
+                f"args[{k}] is differentiated in forward mode or by a transform of torch.func, and result.x of "
+                "least_squares has derivatives by backward() and torch.autograd.grad alone: use these, or detach it"
+            )
 
 
 def _check_args(args: tuple[Any, ...], count: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import natgrad as ng
 from benchmarks.least_squares import Problem
-from natgrad.errors import NonFiniteError, SingularMetricError
+from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.least_squares import solve
 from natgrad.log import OnceLogger
 from tests.least_squares.minpack import PROBLEMS
@@ -379,6 +379,38 @@ def test_second_derivatives_of_the_solution_are_refused(batch: bool) -> None:
     for loss in (gradient.square().sum(), gradient.sum() + y.square().sum()):
         with pytest.raises(RuntimeError, match="first derivatives with respect to args, and no second ones"):
             torch.autograd.grad(loss, y, retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, y: torch.func.jvp(f, (y,), (y,)),
+        lambda f, y: torch.func.jacfwd(f)(y),
+        lambda f, y: torch.func.jacrev(f)(y),
+        lambda f, y: torch.func.grad(lambda y: f(y).sum())(y),
+    ],
+    ids=["jvp", "jacfwd", "jacrev", "grad"],
+)
+def test_derivatives_of_the_solution_by_transforms_are_refused(transform: Callable[..., Any]) -> None:
+    """Forward mode would find zero."""
+    with pytest.raises(IncompatibleError, match=r"args\[1\] is differentiated .* use these, or detach it"):
+        transform(lambda y: ng.least_squares(decay, ones(2), (TIMES, y)).x, DATA)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(IncompatibleError, match="in forward mode"):
+        ng.least_squares(decay, ones(2), (TIMES, torch.autograd.forward_ad.make_dual(DATA, DATA)))
+
+
+def test_a_fit_inside_vmap_is_refused_with_the_fix() -> None:
+    with pytest.raises(IncompatibleError, match="batch=True"):
+        torch.vmap(lambda y: ng.least_squares(decay, ones(2), (TIMES, y)).x)(DATA.expand(3, -1))
+
+
+def test_a_fit_inside_a_transform_of_something_else_is_the_fit() -> None:
+    def times(a: Tensor) -> Tensor:
+        x: Tensor = ng.least_squares(decay, ones(2), (TIMES, DATA)).x
+        return a * x[0]
+
+    found = torch.func.grad(times)(torch.tensor(2.0).double())
+    torch.testing.assert_close(found, ng.least_squares(decay, ones(2), (TIMES, DATA)).x[0])
 
 
 def test_a_minimum_that_is_not_isolated_has_no_derivative() -> None:
