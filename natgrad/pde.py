@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from natgrad.errors import BatchStatisticsError, NoDerivativeError
 from natgrad.isolation import unfused, untouched
 from natgrad.jet import Directions, Jet
+from natgrad.linalg import is_number
 from natgrad.model import eager, library_pass, mixing
 
 
@@ -146,7 +147,7 @@ def partial(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, i: int | t
     _check_points(x)
     d = x.shape[-1]
     axes = _axes(d, i)
-    if isinstance(i, int):
+    if is_number(i, whole=True):
         return _propagated(model, x, _unit_vectors(axes, x), None, second=False).gradient[0]
     if len(axes) != 2:
         raise ValueError(f"i= is one coordinate, or a pair of them for a second derivative, not {i!r}")
@@ -227,11 +228,14 @@ def _check_points(x: Any) -> None:
 
 def _axes(d: int, which: int | slice | Sequence[int]) -> list[int]:
     """The numbers of coordinates, counted from the front."""
-    listed = [which] if isinstance(which, int) else list(range(d))[which] if isinstance(which, slice) else list(which)
-    wrong = [i for i in listed if not isinstance(i, int) or not -d <= i < d]
+    if is_number(which):
+        listed: list[Any] = [which]
+    else:
+        listed = list(range(d))[which] if isinstance(which, slice) else list(which)  # type: ignore[arg-type]
+    wrong = [i for i in listed if not is_number(i, whole=True) or not -d <= i < d]
     if wrong or not listed:
         raise ValueError(f"coordinates {which!r} of points that have {d}: give numbers from 0 to {d - 1}, one at least")
-    return [i % d for i in listed]
+    return [int(i) % d for i in listed]
 
 
 def _weights(d: int, space: slice | Sequence[int] | None, diffusion: Tensor | None, x: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,6 +218,16 @@ def test_exact_solutions_have_no_residual() -> None:
     momentum = (slope * v[:, None]).sum(-1) + u.gradient[:, 2] - u.laplacian[:, :2] / re
     torch.testing.assert_close(momentum, torch.zeros_like(momentum), rtol=0, atol=1e-12)
     torch.testing.assert_close(trace(slope), torch.zeros(7).double(), rtol=0, atol=1e-12)
+
+
+def test_coordinates_may_be_integers_of_numpy() -> None:
+    net, x = mlp(nn.Tanh()), points()
+    for i in (1, -1):
+        assert torch.equal(ng.pde.partial(net, x, np.int64(i)), ng.pde.partial(net, x, i))  # type: ignore[arg-type]
+    assert torch.equal(ng.pde.partial(net, x, tuple(np.array([0, 2]))), ng.pde.partial(net, x, (0, 2)))
+    assert torch.equal(ng.pde.laplacian(net, x, space=np.array([0, 2])), ng.pde.laplacian(net, x, space=(0, 2)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"coordinates 1\.5 of points that have 3"):
+        ng.pde.partial(net, x, 1.5)  # type: ignore[arg-type]
 
 
 def test_points_with_any_leading_axes() -> None:
