@@ -346,7 +346,7 @@ class LeastSquares:
                 loss,
             )
         return LeastSquaresResult(
-            params={name.removeprefix(self._prefix): t for name, t in self._point().items()},
+            params={name.removeprefix(self._prefix): t.clone() for name, t in self._point().items()},
             loss=loss,
             residuals={each.name: pb.y for each, pb in zip(self.classes, pullbacks, strict=True)},
             status=status,

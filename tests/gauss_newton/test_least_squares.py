@@ -283,6 +283,17 @@ def test_the_covariance_of_a_parameter_does_not_depend_on_the_units_of_others(un
     assert torch.allclose(result.covariance_of("b", variance=1.0) / exact, torch.ones(2, 2).double(), rtol=1e-10)
 
 
+def test_later_steps_do_not_change_an_earlier_result() -> None:
+    x = torch.linspace(0, 1, 20).double()[:, None]
+    line = nn.Linear(1, 1).double()
+    first = ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - x.exp(), x), line).solve()
+    before = {name: t.clone() for name, t in first.params.items()}
+    ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - x.sin(), x), line).solve()
+    A = torch.cat([x, torch.ones_like(x)], 1)
+    assert all(torch.equal(first.params[name], t) for name, t in before.items())
+    assert torch.allclose(first.covariance, torch.linalg.inv(A.T @ A) * (2 * first.loss * 20 / 18), rtol=1e-9)
+
+
 def test_the_scale_of_the_mean_does_not_change_the_covariance() -> None:
     x = torch.linspace(0, 1, 20).double()[:, None]
     t = 3 * x + 0.1 * (40 * x).sin()
