@@ -81,7 +81,7 @@ def least_squares(
     _refuse_transforms(args)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     residuals = ResidualFunction(fun, unknowns, held, batch)
-    x = residuals.flatten(unknowns)
+    x = residuals.flatten(unknowns).clone()  # a fit that ends at x0 does not return x0 itself
     if batch:
         _check_args(args, len(x))
     lower, upper = _box(bounds, residuals, x)

@@ -543,6 +543,15 @@ def test_arrays_in_args_are_tensors_in_fun() -> None:
     torch.testing.assert_close(many.x[1], expected)
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_the_solution_does_not_share_memory_with_the_start(batch: bool) -> None:
+    for x0 in (ones(3, 2), ones(3, 2).numpy(), {"a": ones(3, 2)}):
+        fit = ng.least_squares(lambda p: (p["a"] if isinstance(p, dict) else p) - 1, x0, batch=batch)  # type: ignore[arg-type]
+        found, start = (fit.x["a"], x0["a"]) if isinstance(x0, dict) else (fit.x, torch.as_tensor(x0))
+        found.add_(1)
+        assert torch.equal(start, ones(3, 2))
+
+
 def test_a_fit_leaves_gradients_and_the_random_stream_alone() -> None:
     weight = ones(1).requires_grad_()
     x0 = ones(2).requires_grad_()
