@@ -129,7 +129,7 @@ def centres_of(x: Any) -> Tensor:
         raise TypeError(
             f"the inputs are a {type(x).__name__}: a function of a kernel has its centres in one [n *shape] tensor"
         )
-    return x.detach()
+    return x.detach().clone()  # the caller may write into x
 
 
 @final

@@ -274,3 +274,15 @@ def test_bad_arguments_are_refused() -> None:
         _descent().partial_fit(POINTS[:0], T[:0])
     with pytest.raises(MemoryBoundError, match=r"take a few examples a step with batch="):
         _descent().fit(torch.zeros(30_000, 1, dtype=torch.float64), torch.zeros(30_000))
+
+
+def test_a_function_does_not_change_with_the_inputs_that_it_was_fitted_to() -> None:
+    x, points = normal(6, 2), normal(4, 2, seed=1)
+    kernel = SobolevKernel(1.5)
+    target = x.sin()
+    descent = FunctionalGradientDescent(kernel, lambda y, t: (y - t).square().sum() / 2, step=0.1, passes=3)
+    f, gradient = descent.fit(x, target).function, functional_gradient(kernel, torch.sin, x, lambda y: y.sum())
+    before = f(points), gradient(points)
+    x.add_(1)
+    assert torch.equal(f(points), before[0])
+    assert torch.equal(gradient(points), before[1])
