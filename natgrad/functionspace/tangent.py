@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from natgrad.geometry import Vector
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_damping, check_finite
+from natgrad.log import listed
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.pullback import MEMORY, Pullback, pullback
@@ -144,6 +145,7 @@ class TangentFrame:
     shape: torch.Size  # of the outputs, [n *out]
     mixing: Tensor | None = None  # M [n t]
     memory: int = MEMORY
+    params: Mapping[str, Tensor] = field(default_factory=dict)  # a copy of those at which the rows were computed
 
     @staticmethod
     def of(pb: Pullback) -> TangentFrame:
@@ -162,7 +164,8 @@ class TangentFrame:
         elif pb.coupling is not None:
             mixing = pb.mixing().double()
         root = pb.root.reshape(*pb.root.shape[:2], -1).double()
-        return TangentFrame(pb.model, Kernel().estimate(pb.unmixed()), root, pb.y.shape, mixing, pb.memory)
+        params = {name: p.detach().clone() for name, p in pb.model.params.items()}
+        return TangentFrame(pb.model, Kernel().estimate(pb.unmixed()), root, pb.y.shape, mixing, pb.memory, params)
 
     @staticmethod
     def within(
@@ -219,6 +222,12 @@ class TangentFrame:
 
     def along(self, x: Inputs) -> Tensor:
         """J_x d_e [m d e]: the derivatives of the outputs at any points x along the eigenvectors d_e."""
+        changed = [name for name, p in self.model.params.items() if not torch.equal(p, self.params[name])]
+        if changed:
+            raise ValueError(
+                f"{listed(changed)} changed since the tangent frame was computed, and at new points it would mix two "
+                "models: make a new TangentFrame"
+            )
         rows = jacobian_rows(self.model, x, self.memory)
         d, m = rows.factors[0].g.shape[:2]
         k, n = self.root.shape[:2]

@@ -221,3 +221,19 @@ def test_what_cannot_be_projected_is_refused() -> None:
         TangentSpace.of(model, x, SobolevKernel(1.5, features=lambda x: x[:2]))
     with pytest.raises(TypeError, match="Pass features="):
         TangentSpace.of(nn.Embedding(3, 2), torch.tensor([0, 1]), KERNEL)
+
+
+def test_a_frame_of_parameters_that_have_changed_is_refused_at_new_points() -> None:
+    first = nn.Linear(2, 3).double()
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 1).double())
+    x = normal(6, 2)
+    frame = ng.functionspace.TangentFrame.of(ng.pullback(model, x, ng.Euclidean()))
+    before = ng.functionspace.TangentKernel(frame)(x)
+    weight = first.weight.detach().clone()
+    with torch.no_grad():
+        first.weight.add_(1.0)
+    with pytest.raises(ValueError, match=r"0\.weight changed since .* make a new TangentFrame"):
+        ng.functionspace.TangentKernel(frame)(x)
+    with torch.no_grad():
+        first.weight.copy_(weight)
+    assert torch.equal(ng.functionspace.TangentKernel(frame)(x), before)
