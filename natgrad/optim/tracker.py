@@ -401,11 +401,13 @@ class MetricTracker:
             return
         observer = self.observer
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
-        for n, estimate in self._in_backward:
+        # Before there is an average, the last pass decides what has a layer: it knows the layers of all others.
+        passes = self._in_backward if self.average is not None else self._in_backward[::-1]
+        for n, estimate in passes:
             if not estimate.arrived:
                 continue
             with full_precision(self.model.example.device):
-                G = estimate.finish(sample)
+                G = estimate.finish(sample, self.fresh)
             if self.absorbed:
                 self.average = G
             else:

@@ -252,8 +252,11 @@ class BackwardEstimate(ABC):
         """Whether a backward pass has begun."""
 
     @abstractmethod
-    def finish(self, sample: GradientSample) -> Operator:
-        """The estimate or, in place, the new average; ``sample`` is for parameters that no layer rule covers."""
+    def finish(self, sample: GradientSample, like: Operator | None) -> Operator:
+        """The estimate or, in place, the new average; ``sample`` is for parameters that no layer rule covers.
+
+        ``like``: the estimate of later passes of the same step, which know the layers of all passes before them.
+        """
 
     @abstractmethod
     def remove(self) -> None:

@@ -51,6 +51,7 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.layer_factors import EagerKernels, FactorList, FactorSink, LayerFactors, several_positions
 from natgrad.pullback.moments import factors_of, stream
 from natgrad.pullback.nearest import NearestProduct, RootCheck
+from natgrad.pullback.operation_layers import is_operation, with_layers
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents
 from natgrad.structures.base import (
@@ -71,6 +72,7 @@ from natgrad.structures.layered import (
     Layered,
     LayerInverse,
     LayerOperator,
+    LayerSplit,
     SidesCost,
     eigenvalues,
     factor_power,
@@ -327,6 +329,7 @@ class KroneckerInBackward(BackwardEstimate):
     ) -> None:
         self._structure, self._average, self._weigh = structure, average, weigh
         self._split = split = structure.split(pullback, average)
+        self._pullback = pullback if average is None and split.uncovered is not None else None
         self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
         self._sink: FactorSink | None = None
         self._weight = 1.0
@@ -378,13 +381,13 @@ class KroneckerInBackward(BackwardEstimate):
         return FactorAverage(self._average, [numbers[block.names] for block in self._split.used], self._weight)
 
     @torch.no_grad()
-    def finish(self, sample: GradientSample) -> KroneckerOperator:
+    def finish(self, sample: GradientSample, like: Operator | None) -> KroneckerOperator:
         self._hooks.finish()
         if self._sink is not None:
             self._kernels(self._sink).inputs_after()
             self._sink.flush()
         self._turns.discard(self._turn)
-        split, used = self._split, self._split.used
+        split, used = self._split_like(like), self._split.used
         absent = {name for b in self._hooks.absent for name in used[b].names}
         unseen = split.unseen | absent
         fallback = None if split.uncovered is None else self._of_uncovered(sample, split.uncovered)
@@ -411,6 +414,17 @@ class KroneckerInBackward(BackwardEstimate):
             fit=self._structure.fit,
             halves=_halves_of(self._average),
         )
+
+    def _split_like(self, like: Operator | None) -> LayerSplit:
+        """The layers, with those that only later passes used: here they are unseen, and have no fallback."""
+        pullback = self._pullback
+        if like is None or pullback is None:
+            return self._split
+        later = [block for block in like.layers if is_operation(block) and pullback.unreached.issuperset(block.names)]
+        layers = with_layers(pullback.layers, later)
+        left = {block.names[0]: block for block in layers if pullback.unreached.issuperset(block.names)}
+        unused = {**left, **pullback.unused, **{block.names[0]: block for block in later}}
+        return self._structure.split(replace(pullback, layers=layers, unused=unused))
 
     def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
         below = None if self._average is None else self._average.fallback

@@ -124,6 +124,38 @@ def optimizer(model: nn.Module, output: Callable[..., Tensor] | None = None) -> 
     return ng.NaturalGradient(model, ng.Empirical(), structure=structure, lr=1e-2, damping=1.0, output=output)
 
 
+class Optional(nn.Module):
+    """Two bare parameters, each of which only some passes use: [n 3] → [n 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(3, 3)) for _ in range(2))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, uses: str) -> Tensor:
+        x = x @ self.first if "first" in uses else x
+        return self.head((x @ self.second if "second" in uses else x).tanh())
+
+
+@pytest.mark.parametrize("make", [lambda model: optimizer(model), lambda model: ng.Natural(model, ng.Empirical())])
+@pytest.mark.parametrize("passes", [("", "first"), ("first", "second"), ("", "second first")], ids=str)
+def test_the_order_of_micro_batches_does_not_change_the_first_step(
+    make: Callable[[nn.Module], ng.NaturalGradient], passes: tuple[str, ...]
+) -> None:
+    """A parameter outside of a layer has its factors whichever pass of the first step uses it."""
+    found = []
+    for order in (1, -1):
+        torch.manual_seed(0)
+        model = Optional().double()
+        opt = make(model)
+        x, t = torch.randn(len(passes), N, 3, dtype=torch.float64), [targets() for _ in passes]
+        for uses, inputs, labels in list(zip(passes, x, t, strict=True))[::order]:
+            LOSS(model(inputs, uses), labels).backward()
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found)
+
+
 def test_accumulated_passes_count_by_their_examples() -> None:
     """In turns, or one backward pass through both; a pass without a backward pass counts for nothing."""
     found = []
