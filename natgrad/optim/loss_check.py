@@ -28,6 +28,17 @@ _SCALES = 10  # GradScaler's factors are powers of two: those of losses are rare
 
 
 @final
+@dataclass(frozen=True)
+class LossCall:
+    """A call of the user's loss on a view of the outputs: sizes, strides and start of what it read, and the target."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    target: Any
+
+
+@final
 @dataclass
 class Watched:
     """One output y [n *out] in a pass of the user, the loss that it was given, and what comes back to it."""
@@ -36,11 +47,9 @@ class Watched:
     loss: TermLoss | HessianLoss | None  # None for a metric that was made from none
     weight: float
     y: Tensor  # a copy: the user may change the outputs in place
-    strides: tuple[int, ...]  # of the outputs, of which y may be a copy without gaps
-    address: tuple[int, int]  # where their first number lies, and how far into their memory
+    outputs: Tensor  # without their graph: while they are here, no other tensor has their address
     cotangent: Tensor | None = None
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None  # sizes, strides and start of what the loss read
-    target: Any = None
+    calls: list[LossCall] = field(default_factory=list)  # of the loss, on the outputs
     paused: bool = False
 
     @property
@@ -58,10 +67,10 @@ class Watched:
         if self.paused:
             return
         read, target = read_by(args, kwargs)
-        pointer, start = self.address
-        if isinstance(read, Tensor) and read.numel() == self.y.numel() and read.data_ptr() == pointer:
-            self.view = tuple(read.shape), tuple(read.stride()), int(read.storage_offset()) - start
-            self.target = target
+        y = self.outputs
+        if isinstance(read, Tensor) and read.numel() == y.numel() and read.data_ptr() == y.data_ptr():
+            start = int(read.storage_offset() - y.storage_offset())
+            self.calls.append(LossCall(tuple(read.shape), tuple(read.stride()), start, target))
 
 
 @final
@@ -196,16 +205,18 @@ class LossCheck:
     def _compare(self, each: Watched, loss: TermLoss | HessianLoss, cotangent: Tensor) -> Factor | None:
         """The gradient over that of the loss, where it is a multiple; else say what it is."""
         y, c, name, tol = _wide(each.y), _wide(cotangent), _title(loss.loss), _TOLERANCES[cotangent.dtype]
-        candidates = [_of_target(each, loss, y)] if each.view is not None else list(_of_cotangent(loss, y, c))
-        fits = [fit for e in candidates if (fit := _fitted(c, each.weight * e, tol)) is not None]
+        # Labels that are mixed in the loss are several calls. The metric of a loss that needs targets is that of one.
+        calls = each.calls[-1:] if loss.needs_target else each.calls
+        candidates = [[_of_target(each, call, loss, y) for call in calls]] if calls else _of_cotangent(loss, y, c)
+        fits = [fit for es in candidates if (fit := _fitted(c, [each.weight * e for e in es], tol)) is not None]
         if fits:
             return Factor(fits[0], name, _terms(loss, y, c), tol)
         for other, e, fix in _others(loss, y, c) if c.numel() > 1 else ():  # one number fits any loss
-            if _fitted(c, e, tol) is not None:
+            if _fitted(c, [e], tol) is not None:
                 what = f"the gradient at {each.title} is that of {other}"
                 self._warn(f"{what}, and the metric was made from {name}: {fix}")
                 return None
-        if candidates and (each.view is not None or not _may_be_soft(loss, c, tol)):
+        if candidates and (calls or not _may_be_soft(loss, c, tol)):
             self._warn(
                 f"the gradient at {each.title} is not that of {name}, from which the metric was made: give the loss "
                 "that is trained, or one for every output"
@@ -306,7 +317,7 @@ def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watche
     for (key, each), y in zip(_metrics(metric).items(), tensors, strict=True):
         loss = each if isinstance(each, TermLoss | HessianLoss) else None
         weight = whole.weight(key) if isinstance(whole, Heads) else 1.0
-        yield Watched(key, loss, weight, y.detach().clone(), y.stride(), (y.data_ptr(), int(y.storage_offset())))
+        yield Watched(key, loss, weight, y.detach().clone(), y.detach())
 
 
 def _title(loss: object) -> str:
@@ -339,31 +350,32 @@ def _gradient(loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:
     return g
 
 
-def _of_target(each: Watched, loss: TermLoss | HessianLoss, y: Tensor) -> Tensor:
+def _of_target(each: Watched, call: LossCall, loss: TermLoss | HessianLoss, y: Tensor) -> Tensor:
     """∂L/∂y at the targets that the loss was called with, on the same view of y."""
-    assert each.view is not None
     assert isinstance(loss.loss, nn.Module)
-    call, (size, stride, start) = loss.loss.forward, each.view
-    if (size, stride, start) == (tuple(y.shape), each.strides, 0):
-        return _gradient(call, y, each.target)
+    forward, size, stride, start = loss.loss.forward, call.size, call.stride, call.start
+    strides = each.outputs.stride()  # y may be a copy without gaps
+    if (size, stride, start) == (tuple(y.shape), strides, 0):
+        return _gradient(forward, y, call.target)
     # In memory as the outputs are: they may be a part of a larger tensor.
-    memory = y.new_zeros(1 + sum((n - 1) * by for n, by in zip(y.shape, each.strides, strict=True)))
-    memory.as_strided(y.shape, each.strides).copy_(y)
-    g = _gradient(lambda leaf, target: call(leaf.as_strided(size, stride, start), target), memory, each.target)
-    return g.as_strided(y.shape, each.strides)
+    memory = y.new_zeros(1 + sum((n - 1) * by for n, by in zip(y.shape, strides, strict=True)))
+    memory.as_strided(y.shape, strides).copy_(y)
+    g = _gradient(lambda leaf, target: forward(leaf.as_strided(size, stride, start), target), memory, call.target)
+    return g.as_strided(y.shape, strides)
 
 
-def _of_cotangent(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> Iterator[Tensor]:
+def _of_cotangent(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> list[list[Tensor]]:
     """∂L/∂y at the targets that a cotangent shows, if it is one of this loss: for every axis that may hold classes."""
     module = loss.loss
     if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
         given: int | None = getattr(loss, "axis", None)
-        for axis in {1, y.ndim - 1} if given is None else {given % y.ndim}:
-            yield _of_classes(module, y, c, axis)
-    elif isinstance(module, nn.BCEWithLogitsLoss | nn.BCELoss):
-        yield _gradient(module.forward, y, (c < 0).to(y.dtype))
-    elif isinstance(module, nn.L1Loss):
-        yield _gradient(module.forward, y, y - c.sign())
+        axes = {1, y.ndim - 1} if given is None else {given % y.ndim}
+        return [[_of_classes(module, y, c, axis)] for axis in axes]
+    if isinstance(module, nn.BCEWithLogitsLoss | nn.BCELoss):
+        return [[_gradient(module.forward, y, (c < 0).to(y.dtype))]]
+    if isinstance(module, nn.L1Loss):
+        return [[_gradient(module.forward, y, y - c.sign())]]
+    return []
 
 
 def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, y: Tensor, c: Tensor, axis: int) -> Tensor:
@@ -391,13 +403,17 @@ def _others(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> Iterator[tupl
         yield "binary cross entropy", e, "give nn.BCEWithLogitsLoss()"
 
 
-def _fitted(c: Tensor, e: Tensor, tolerance: float) -> float | None:
-    """α with c = α·e, if there is one."""
-    square = float((e * e).sum())
-    if not 0 < square < math.inf:
+def _fitted(c: Tensor, gradients: Sequence[Tensor], tolerance: float) -> float | None:
+    """Σ_j α_j with c = Σ_j α_j e_j for the ``gradients`` e_j, if there are such α: the factor of their Hessian."""
+    numbers = [[float((e * other).sum()) for other in gradients] for e in gradients]
+    products = torch.tensor(numbers, dtype=torch.float64)
+    if not (bool(products.isfinite().all()) and bool(products.any())):
         return None
-    α = float((c * e).sum()) / square
-    return α if α != 0 and float((c - α * e).norm()) <= tolerance * float(c.norm()) else None
+    slopes = torch.tensor([float((c * e).sum()) for e in gradients], dtype=torch.float64)
+    α = torch.linalg.pinv(products, rtol=1e-6, hermitian=True) @ slopes  # calls with the same targets are one
+    rest = c - sum(float(a) * e for a, e in zip(α, gradients, strict=True))
+    factor = float(α.sum())
+    return factor if factor != 0 and float(rest.norm()) <= tolerance * float(c.norm()) else None
 
 
 def _weights(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor, tolerance: float) -> tuple[float, float] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -206,6 +207,61 @@ def test_a_module_that_is_called_shows_its_targets(caplog: pytest.LogCaptureFixt
         run(*vectors(), loss, lambda y: loss(y, t) + y.abs().mean(), strict=True)
     run(*vectors(), loss, lambda y: 18 * other(y, t), strict=True)  # which cannot be seen
     assert not loss._forward_pre_hooks
+
+
+def test_mixed_labels_are_calls_of_the_loss_given(caplog: pytest.LogCaptureFixture) -> None:
+    """The Hessian of Σ_j α_j L(y, t_j) is Σ_j α_j times that of L, for losses whose Hessian has no targets in it."""
+    loss, other = nn.CrossEntropyLoss(), LABELS.roll(1)
+    run(*vectors(), loss, lambda y: 0.3 * loss(y, LABELS) + 0.7 * loss(y, other), strict=True)
+    run(*vectors(), loss, lambda y: loss(y, LABELS) + 0 * loss(y.detach(), other), strict=True)
+    assert not messages(caplog)
+    with pytest.raises(LossMismatchError, match=r"is 1\.7 times that of CrossEntropyLoss"):
+        run(*vectors(), loss, lambda y: loss(y, LABELS) + 0.7 * loss(y, other), strict=True)
+    with pytest.raises(LossMismatchError, match="is not that of CrossEntropyLoss"):
+        run(*vectors(), loss, lambda y: loss(y, LABELS) + loss(y, other) + y.square().mean(), strict=True)
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double())  # the metric has one call's targets
+    with pytest.raises(LossMismatchError, match="is not that of CrossEntropyLoss"):
+        run(*vectors(), weighted, lambda y: 0.3 * weighted(y, LABELS) + 0.7 * weighted(y, other), strict=True)
+
+
+class InArray(torch.autograd.Function):
+    """The identity, whose result lies in an array that tells when its memory is freed."""
+
+    arrays: ClassVar[list[weakref.ref[Any]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        array = y.detach().numpy().copy()
+        InArray.arrays.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return cotangents[0]
+
+
+class Arrays(nn.Module):
+    """A linear layer whose outputs lie in arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = InArray.apply(self.layer(x))  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_the_outputs_that_are_compared_stay_in_memory_until_the_step() -> None:
+    """Else those of the next micro-batch may lie where they were, and calls of its loss would be taken for theirs."""
+    loss, model = nn.CrossEntropyLoss(), seeded(lambda: Arrays().double())
+    opt = ng.KFAC(model, loss)
+    InArray.arrays.clear()
+    loss(model(normal(N, 3)), LABELS).backward()
+    (array,) = InArray.arrays
+    assert array() is not None
+    opt.step()
+    assert array() is None
 
 
 class Margin(nn.Module):
