@@ -18,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.errors import LossMismatchError
 from natgrad.model import tensors_of
 from natgrad.output.heads import Heads
-from natgrad.output.losses import HessianLoss, TermLoss, described
+from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
 from natgrad.output.metric import CouplingMetric, OutputMetric, Sampled
 from natgrad.pullback.graph import nodes
 
 _log = logging.getLogger("natgrad")
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_FEW = 0.05  # of the terms may have no gradient by chance: where an output equals its target
 _SCALES = 10  # GradScaler's factors are powers of two: those of losses are rarely as large as 2¹⁰
 
 
@@ -216,7 +217,13 @@ class LossCheck:
                 what = f"the gradient at {each.title} is that of {other}"
                 self._warn(f"{what}, and the metric was made from {name}: {fix}")
                 return None
-        if candidates and (calls or not _may_be_soft(loss, c, tol)):
+        if (share := _without_gradient(loss, y, cotangent)) > _FEW:
+            self._warn(
+                f"{share:.0%} of the terms of {each.title} have no gradient (a mask, a part of the outputs), and in "
+                f"the metric of {name} all terms count: return only what is trained, or give the loss with its mask "
+                "as a function loss(y, t), and call opt.refresh(x, target)"
+            )
+        elif candidates and (calls or not _may_be_soft(loss, c, tol)):
             self._warn(
                 f"the gradient at {each.title} is not that of {name}, from which the metric was made: give the loss "
                 "that is trained, or one for every output"
@@ -430,6 +437,16 @@ def _weights(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor, tolerance: floa
             there = w[square > 0]
             return float(there.min()), float(there.max())
     return None
+
+
+def _without_gradient(loss: TermLoss | HessianLoss, y: Tensor, cotangent: Tensor) -> float:
+    """The share of terms that the loss that is trained leaves out, where the loss given counts them.
+
+    An output of zero may equal its target (behind a ReLU), and in half precision small cotangents are zero.
+    """
+    if isinstance(loss, ClassLoss | HessianLoss) or cotangent.dtype is torch.float16:
+        return 0.0
+    return float(((cotangent == 0) & (y != 0)).double().mean())
 
 
 def _may_be_soft(loss: TermLoss | HessianLoss, c: Tensor, tolerance: float) -> bool:

@@ -135,6 +135,41 @@ WRONG: dict[str, tuple[Case, str]] = {
 }
 
 
+ACTIONS = LABELS[:, None]
+
+
+def _chosen(y: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    actions, values = target
+    return F.mse_loss(y.gather(1, actions), values)
+
+
+@pytest.mark.parametrize("given", [nn.MSELoss(), F.huber_loss, nn.BCEWithLogitsLoss()])
+def test_terms_without_a_gradient_are_told_where_the_metric_counts_them(
+    given: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Values of the actions that were taken: one of three outputs has a gradient."""
+    values = normal(N, 1, seed=6).sigmoid()
+    run(*vectors(), given, lambda y: given(y.gather(1, ACTIONS), values))
+    (said,) = messages(caplog)
+    assert "67% of the terms of the outputs have no gradient" in said
+    with pytest.raises(LossMismatchError, match="67% of the terms"):
+        run(*vectors(), given, lambda y: given(y.gather(1, ACTIONS), values), strict=True)
+
+
+def test_the_loss_with_its_mask_has_the_metric_of_the_terms_that_are_trained() -> None:
+    (model, x), values = vectors(), normal(N, 1, seed=6)
+    other = copy.deepcopy(model)
+    opt = ng.NaturalGradient(model, _chosen, strict=True)
+    opt.refresh(x, (ACTIONS, values))
+    _chosen(model(x), (ACTIONS, values)).backward()
+    opt.step()
+    opt = ng.NaturalGradient(other, nn.MSELoss(), output=lambda y: y.gather(1, ACTIONS))
+    _chosen(other(x), (ACTIONS, values)).backward()
+    opt.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_another_loss_is_named_once_with_the_way_out_and_strict_refuses_it(
     name: str, caplog: pytest.LogCaptureFixture
