@@ -110,6 +110,7 @@ class LossCheck:
     _handles: list[RemovableHandle] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
     _passes: int = 0  # since the one that is looked at, with it
+    _later: set[int] = field(default_factory=set)  # those of them, without it, that a backward pass has come to
 
     @cached_property
     def _has_loss(self) -> bool:
@@ -135,6 +136,9 @@ class LossCheck:
         """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
         if self._watched or not self._has_loss or tuple(t.ndim for t in tensors) in self.checked:
             self._passes += 1
+            if self._watched:
+                came = _weakly(self, lambda check, _, number=self._passes: check._came(number))
+                self._handles.extend(y.register_hook(came) for y in tensors if y.requires_grad)
             return
         self._watched, self._passes, loss = list(_by_head(self.metric, tensors)), 1, loss_in(raw)
         for each, y in zip(self._watched, tensors, strict=True):
@@ -169,18 +173,23 @@ class LossCheck:
     def _trained(self, key: Any) -> None:
         self._other[key] = True
 
+    def _came(self, number: int) -> None:
+        if not any(each.paused for each in self._watched):
+            self._later.add(number)
+
     def forget(self) -> None:
         """Look at this step no more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._watched, self._other = [], {}
+        self._watched, self._other, self._later = [], {}, set()
 
     def report(self) -> None:
         """Say what the step that is to be made has shown, or raise where it must not be made."""
         if not self._watched:
             return
         watched, others = self._watched, [key for key, trained in self._other.items() if trained]
+        passes = 1 + len(self._later)
         arrived = [each.cotangent for each in watched if each.cotangent is not None]
         finite = all(bool(c.isfinite().all()) for c in arrived)
         self.forget()
@@ -198,6 +207,11 @@ class LossCheck:
                 self._warn(f"no gradient comes to {each.title}: its loss is not in what backward() was called on")
             elif each.loss is not None and (factor := self._compare(each, each.loss, each.cotangent)) is not None:
                 factors.append((each, factor))
+        if passes > 1 and any(isinstance(each.loss, TermLoss) and each.loss.reduction == "sum" for each in watched):
+            self._loud(
+                f"the loss is a sum over the examples, and the gradient that of {passes} passes: the metric is that of "
+                'one of them. Give the loss with reduction="mean", and train its mean over all passes'
+            )
         alike = all(abs(factor.value / factors[0][1].value - 1) <= 2 * factor.tol for _, factor in factors)
         for each, factor in factors:
             if abs(factor.value - 1) > factor.tol:

@@ -211,6 +211,23 @@ def test_micro_batches_of_unequal_size_are_no_weight(caplog: pytest.LogCaptureFi
     assert not messages(caplog)
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="sum"), nn.BCEWithLogitsLoss(reduction="sum")])
+def test_micro_batches_of_a_sum_are_told(loss: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """Their gradients add up, and their metrics are averaged. A pass without a backward pass is none of them."""
+    model, x = vectors()
+    t = F.one_hot(LABELS).double()
+    opt = ng.KFAC(copy.deepcopy(model), loss, strict=True)
+    loss(opt.tracker.module(x), t).backward()
+    opt.tracker.module(x)
+    opt.step()
+    opt = ng.KFAC(model, loss)
+    for part in (slice(0, 2), slice(2, N)):
+        loss(model(x[part]), t[part]).backward()
+    opt.step()
+    (said,) = messages(caplog)
+    assert "the loss is a sum over the examples, and the gradient that of 2 passes" in said
+
+
 def test_terms_that_do_not_count_alike_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """A focal loss, or a mean over sequences of different lengths: the gradient of every term is that of the loss."""
     w = torch.linspace(0.5, 1.5, N, dtype=torch.float64)
