@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, final
 
@@ -246,7 +246,7 @@ class Model:
             if isinstance(raw, Mapping | list):
                 changed[key] = tensor
             else:
-                setattr(changed, str(key), tensor)
+                object.__setattr__(changed, str(key), tensor)  # a dataclass may be frozen
         return changed
 
     def by_example(self, t: Tensor, x: Inputs) -> Tensor:
@@ -389,6 +389,13 @@ class Arguments:
 def tensors_of(x: Inputs) -> list[Tensor]:
     """All tensors inside the inputs, in order."""
     return list(_walk(x))
+
+
+def returned_tensors(raw: Any) -> list[Tensor]:
+    """All tensors in what a model returned, also those under the names of an object, such as a dataclass."""
+    if is_dataclass(raw) and not isinstance(raw, Mapping):
+        return tensors_of([getattr(raw, each.name) for each in fields(raw)])
+    return tensors_of(raw if isinstance(raw, Tensor | Mapping | Sequence) else getattr(raw, "__dict__", ()))
 
 
 def _walk(x: Inputs) -> Iterator[Tensor]:

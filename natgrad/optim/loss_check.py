@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import LossMismatchError
-from natgrad.model import tensors_of
+from natgrad.model import returned_tensors
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
 from natgrad.output.metric import CouplingMetric, OutputMetric, Sampled
@@ -311,7 +311,7 @@ def read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]
 
 def loss_in(raw: Any) -> Tensor | None:
     """The loss that the model has computed itself, among what it returned."""
-    return next((t for t in tensors_of(raw) if t.ndim == 0 and t.grad_fn is not None), None)
+    return next((t for t in returned_tensors(raw) if t.ndim == 0 and t.grad_fn is not None), None)
 
 
 def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None]) -> RemovableHandle | None:

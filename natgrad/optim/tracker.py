@@ -21,7 +21,7 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
-from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, tensors_of
+from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, returned_tensors
 from natgrad.optim.distributed import World, refuse_strangers
 from natgrad.optim.loss_check import LossCheck, loss_in, on_cotangent, read_by
 from natgrad.optim.model_check import ModelCheck
@@ -655,7 +655,7 @@ class MetricTracker:
         """
         if not self.metric.awaits:
             return False, None
-        outputs, everything = self.model.returned(raw), tensors_of(raw)
+        outputs, everything = self.model.returned(raw), returned_tensors(raw)
         visible = of_user and all(y.requires_grad and any(t is y for t in everything) for y in outputs)
         loss, several = loss_in(raw), self.model.heads is not None
         if several:  # a loss of the model's own is made of the heads before they are joined

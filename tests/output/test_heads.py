@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -248,6 +250,44 @@ def test_the_user_s_backward_pass_shows_which_labels_are_ignored_and_the_targets
         opt.step()
         assert opt.tracker.average is not None
         close(opt.tracker.average.dense(), J.T @ H.reshape(len(J), len(J)) @ J)
+
+
+@dataclass(frozen=True)
+class Detection:
+    """What a model may return in place of a dict."""
+
+    kind: Tensor
+    box: Tensor
+
+
+class InDataclass(Detector):
+    def forward(self, x: Tensor) -> Detection:
+        kind, box, _ = super().forward(x).values()
+        return Detection(kind, box)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_dataclass_shows_which_labels_are_ignored_as_a_dict_does(several: bool) -> None:
+    losses, t, x = {"kind": nn.CrossEntropyLoss(), "box": nn.MSELoss()}, torch.tensor([0, -100, 2, -100]), normal(4, 3)
+    found = []
+    cases: tuple[tuple[type[Detector], Callable[[Any], Tensor]], ...] = (
+        (Detector, lambda out: out["kind"]),
+        (InDataclass, lambda out: out.kind),
+    )
+    for build, kind_of in cases:
+        model = seeded(lambda build=build: build().double())  # type: ignore[misc]
+        metric: Any = losses if several else losses["kind"]
+        opt = ng.NaturalGradient(model, metric, output=None if several else kind_of, strict=True)
+        out = model(x)
+        loss = losses["kind"](kind_of(out), t)
+        if several:
+            box = out["box"] if isinstance(out, dict) else out.box
+            loss = loss + losses["box"](box, torch.ones_like(box))
+        loss.backward()
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    of_dict, of_dataclass = found
+    close(of_dict, of_dataclass)
 
 
 def test_a_loss_that_needs_its_targets_and_is_not_called_is_named() -> None:
