@@ -164,7 +164,7 @@ class Waiting:
 
     def with_target(self, at: int, target: Any) -> Waiting:
         """The pass with the target of this output."""
-        if len(self.outputs) > 1:
+        if self.heads:  # also where there is one alone
             targets = self.batch.target or (None,) * len(self.outputs)
             target = (*targets[:at], target, *targets[at + 1 :])
         return replace(self, batch=replace(self.batch, target=target))

@@ -111,6 +111,18 @@ def test_one_head_is_the_metric_of_its_output() -> None:
             close(one[key].abs(), other[key].abs(), 1e-8)
 
 
+def test_one_head_with_class_weights_has_the_targets_of_its_loss() -> None:
+    loss, t, x = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double()), torch.arange(6) % 3, normal(6, 3)
+    found = []
+    for metric, output in (({"kind": loss}, None), (loss, lambda out: out["kind"])):
+        model = detector()
+        opt = ng.NaturalGradient(model, metric, output=output)
+        loss(model(x)["kind"], t).backward()
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    close(found[0], found[1])
+
+
 def test_divergences_add_up() -> None:
     model, x = detector(), normal(5, 3)
     pb = ng.pullback(model, x, heads())
