@@ -140,7 +140,7 @@ class LossCheck:
                 came = _weakly(self, lambda check, _, number=self._passes: check._came(number))
                 self._handles.extend(y.register_hook(came) for y in tensors if y.requires_grad)
             return
-        self._watched, self._passes, loss = list(_by_head(self.metric, tensors)), 1, loss_in(raw)
+        self._watched, self._passes, loss = list(_by_head(self.metric, tensors)), 1, loss_in(raw, tensors)
         for each, y in zip(self._watched, tensors, strict=True):
             if not y.requires_grad:
                 continue
@@ -309,9 +309,27 @@ def read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]
     return given.get("input"), given.get("target")
 
 
-def loss_in(raw: Any) -> Tensor | None:
-    """The loss that the model has computed itself, among what it returned."""
-    return next((t for t in returned_tensors(raw) if t.ndim == 0 and t.grad_fn is not None), None)
+def loss_in(raw: Any, outputs: Sequence[Tensor]) -> Tensor | None:
+    """The loss that the model has computed itself, of these outputs, among what it returned.
+
+    A number that is made of other tensors (the loss of a router, a norm) is none, unless it is named so or comes first.
+    """
+    numbers = [t for t in returned_tensors(raw) if t.ndim == 0 and t.grad_fn is not None]
+    for t in numbers:
+        graph = set(nodes([t.grad_fn]))
+        if any(_source(y, graph) is not None for y in outputs):
+            return t
+    named = raw.get("loss") if isinstance(raw, Mapping) else getattr(raw, "loss", None)
+    first = raw[0] if isinstance(raw, tuple | list) else None
+    return next((t for t in numbers if t is named or t is first), None)
+
+
+def _source(y: Tensor, graph: set[Any]) -> tuple[Any, int] | None:
+    """The node in the graph that returns y, or what y is a copy of, and which of its results that is."""
+    node, number = y.grad_fn, y.output_nr
+    while node is not None and node not in graph and node.name() == "ToCopyBackward0":
+        node, number = node.next_functions[0]
+    return None if node is None or node not in graph else (node, number)
 
 
 def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None]) -> RemovableHandle | None:
@@ -322,11 +340,10 @@ def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None])
     """
     if loss is None:
         return y.register_hook(hook)
-    graph, node, number = set(nodes([loss.grad_fn])), y.grad_fn, y.output_nr
-    while node is not None and node not in graph and node.name() == "ToCopyBackward0":
-        node, number = node.next_functions[0]
-    if node is None or node not in graph:
+    source = _source(y, set(nodes([loss.grad_fn])))
+    if source is None:
         return None
+    node, number = source
     if node is y.grad_fn:
         return y.register_hook(hook)
     handle: RemovableHandle = node.register_prehook(lambda cotangents: hook(cotangents[number]))

@@ -657,7 +657,7 @@ class MetricTracker:
             return False, None
         outputs, everything = self.model.returned(raw), returned_tensors(raw)
         visible = of_user and all(y.requires_grad and any(t is y for t in everything) for y in outputs)
-        loss, several = loss_in(raw), self.model.heads is not None
+        loss, several = loss_in(raw, outputs), self.model.heads is not None
         if several:  # a loss of the model's own is made of the heads before they are joined
             visible = visible and loss is None and self.model.output is None
         itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph: the hook holds neither

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -300,6 +301,34 @@ def test_a_dataclass_shows_which_labels_are_ignored_as_a_dict_does(several: bool
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     of_dict, of_dataclass = found
     close(of_dict, of_dataclass)
+
+
+class WithNumber(Detector):
+    """A penalty beside the outputs, as the loss of a router; with None of ``kind`` the outputs alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.body(x))
+        y, penalty = self.first(h), h.square().mean()
+        return {"dict": {"penalty": penalty, "y": y}, "tuple": (y, penalty)}.get(self.kind, {"y": y})
+
+
+@pytest.mark.parametrize(
+    "weight", [None, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)], ids=["plain", "weighted"]
+)
+@pytest.mark.parametrize("several", [True, False])
+def test_a_number_beside_the_outputs_does_not_hide_which_labels_are_ignored(several: bool, weight: Any) -> None:
+    loss, t, x = nn.CrossEntropyLoss(weight=weight), torch.tensor([0, -100, 2, -100]), normal(4, 3)
+    found = []
+    for kind in ("alone", "dict", "tuple"):
+        key = 0 if kind == "tuple" else "y"
+        model = seeded(lambda kind=kind: WithNumber(kind).double())  # type: ignore[misc]
+        metric: Any = {key: loss} if several else loss
+        opt = ng.NaturalGradient(model, metric, output=None if several else itemgetter(key))
+        loss(model(x)[key], t).backward()
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    close(found[1], found[0])
+    close(found[2], found[0])
 
 
 def test_a_loss_that_needs_its_targets_and_is_not_called_is_named() -> None:
