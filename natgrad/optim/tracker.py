@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.devices import full_precision, get_rng_state, in_backward, in_export, set_rng_state
+from natgrad.accelerate.devices import (
+    full_precision,
+    get_rng_state,
+    in_backward,
+    in_export,
+    in_transform,
+    set_rng_state,
+)
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
@@ -37,9 +44,9 @@ from natgrad.structures.refresh import Refresh
 
 NOTHING_SEEN = (
     "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
-    "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque. If it was called so, either the model is "
-    "called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the optimizer), or "
-    "its hooks were removed (make a new optimizer)"
+    "torch.no_grad() and torch.func, or opt.refresh(x) where the forward pass is opaque. If it was called so, either "
+    "the model is called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the "
+    "optimizer), or its hooks were removed (make a new optimizer)"
 )
 _CONSTANT = (
     "the step rule asks for the batch, and a structure with power=0 looks at none: use Fixed(), KLClip(), Normalised() "
@@ -527,7 +534,8 @@ class MetricTracker:
         """Before a forward pass of the user, ``compiled`` or not: if the metric is due, start to record the pass.
 
         Among others, these passes are ignored: passes without gradients, passes after ``refresh``, all passes if the
-        metric gets its targets by ``refresh``, and passes inside a backward pass, which recompute activations.
+        metric gets its targets by ``refresh``, passes inside a backward pass, which recompute activations, and passes
+        inside ``torch.func``, whose tensors have no values to look at: they are for derivatives by the inputs.
         """
         if in_library_pass():
             return
@@ -535,6 +543,8 @@ class MetricTracker:
             self._depth += 1
             return
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            return
+        if in_transform():
             return
         refuse_strangers(self.world)
         self.world.refuse_join()

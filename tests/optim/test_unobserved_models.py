@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import NatgradError, UncoveredError
+from tests.optim.tasks import seeded
 from tests.pulled import normal
 from tests.zoo import mlp, opaque
 
@@ -52,6 +53,32 @@ def test_a_model_compiled_as_one_graph_and_given_plain_is_told_to_give_the_compi
     with pytest.raises(RuntimeError, match="give the compiled model to the optimizer"):
         train(ng.KFAC(model, ng.Euclidean()), compiled)
     train(ng.KFAC(compiled_other, ng.Euclidean()), compiled_other)
+
+
+DERIVATIVES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,))[1],
+    "jacobian": lambda model, x: torch.func.vmap(torch.func.jacrev(lambda one: model(one[None])[0]))(x),
+}
+
+
+@pytest.mark.parametrize("metric", [F.mse_loss, F.cross_entropy, ng.Empirical()], ids=["mse", "classes", "empirical"])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_by_the_inputs_in_torch_func_are_no_passes_of_the_metric(name: str, metric: Any) -> None:
+    """The metric is that of the plain pass; where there is none, the error says so."""
+    found = []
+    for penalised in (True, False):
+        model = seeded(lambda: mlp(3, 4, 2).double())
+        opt = ng.NaturalGradient(model, metric, structure=ng.Kronecker())
+        if penalised:
+            DERIVATIVES[name](model, normal(6, 3))
+        F.cross_entropy(model(normal(6, 3)), torch.arange(6) % 2).backward()
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    opt.zero_grad()
+    DERIVATIVES[name](model, normal(6, 3)).square().mean().backward()
+    with pytest.raises(NatgradError, match=r"torch\.no_grad\(\)"):
+        opt.step()
 
 
 def test_hooks_that_were_removed_are_a_cause_that_is_named() -> None:
