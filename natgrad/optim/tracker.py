@@ -62,6 +62,10 @@ NO_COTANGENT = (
     "step: the loss must be computed from what model(x) returns, called outside torch.no_grad(). Where the forward "
     "pass is opaque call opt.refresh(x, target)"
 )
+_IN_PLACE = (
+    "the outputs of the model were changed in place before backward() (y /= 2, y[mask] = 0), and the metric, which "
+    "waits for the cotangents of the loss, needs them as they were: write y = y / 2, y = y.masked_fill(mask, 0)"
+)
 _ALL_TERMS = (
     "the cotangent of the loss cannot be seen at the outputs (a compiled model, an output= that makes a new tensor, "
     "opt.refresh(x) without targets): all terms count, also ignored labels. If there are such, call "
@@ -168,6 +172,7 @@ class Waiting:
     outputs: tuple[Tensor, ...]  # one, or those of the heads
     handle: RemovableHandle | None = None  # of the hook at the only one
     heads: tuple[Tensor, ...] = ()  # what the outputs are copies of, where they are joined
+    node: Any = None  # of the only output: another one if the user changes it in place
 
     def with_target(self, at: int, target: Any) -> Waiting:
         """The pass with the target of this output."""
@@ -688,7 +693,7 @@ class MetricTracker:
             joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
             self._waiting.append(Waiting(number, batch, tape, joined, heads=tuple(outputs)))
             return True, self.model.with_heads(raw, joined)
-        self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle))
+        self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle, node=outputs[0].grad_fn))
         return True, None
 
     def cotangents_arrived(self, number: int, cotangents: Sequence[Tensor | None]) -> None:
@@ -704,6 +709,8 @@ class MetricTracker:
         self._waiting.remove(waiting)
         if self._refreshed:
             return
+        if not waiting.heads and waiting.outputs[0].grad_fn is not waiting.node:
+            raise NatgradError(_IN_PLACE)
         observer, batch, tape = self.observer, waiting.batch, waiting.tape
         there = [(at, c.detach()) for at, c in enumerate(cotangents) if c is not None]
         if waiting.heads and len(there) < len(waiting.heads):

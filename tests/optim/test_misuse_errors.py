@@ -167,3 +167,18 @@ def test_several_terms_an_example_are_told_once_with_both_reductions(caplog: pyt
     (message,) = said(caplog, "the outputs have 4 terms an example")
     assert "reduction='sum'" in message
     assert "For a loss that is their mean give Fisher(family, reduction='mean')" in message
+
+
+@PRESETS
+@pytest.mark.parametrize("change", [lambda y: y.div_(2), lambda y: y.masked_fill_(y > 0, -1e9)], ids=["div", "mask"])
+def test_outputs_that_are_changed_in_place_before_their_loss_are_named(preset: Any, change: Callable[..., Any]) -> None:
+    """The metric of cross entropy waits for the loss; the next pass, with another tensor, is trained."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(6, 4, dtype=torch.float64)
+    opt = preset(model, nn.CrossEntropyLoss())
+    y = model(x)
+    change(y)
+    with pytest.raises(NatgradError, match="the outputs of the model were changed in place before backward"):
+        F.cross_entropy(y, torch.arange(6) % 3).backward()
+    opt.zero_grad()
+    F.cross_entropy(change(model(x).clone()), torch.arange(6) % 3).backward()
+    opt.step()
