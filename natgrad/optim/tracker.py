@@ -423,7 +423,12 @@ class MetricTracker:
             if self.absorbed:
                 self.average = G
             else:
-                self._hold_estimate(G, n)
+                try:
+                    self._hold_estimate(G, n)
+                except NonFiniteError:
+                    if self.fresh is None:
+                        raise
+                    continue  # of a step that a GradScaler left out: the last pass is one of this step
             self._examples += n
         self._forget_backward()
 
@@ -822,8 +827,8 @@ class MetricTracker:
         return self.world.size > 1 and self.structure.has_basis and self.fresh is None and self.average is None
 
     def _hold_estimate(self, estimate: Operator, n: int) -> None:
-        # The first one is checked on a GPU, too: there is no average yet that it could be kept out of (``merged``).
-        first = self.fresh is None and self.average is None
+        # Those of the first step are checked on a GPU, too: there is no average that they could be kept out of.
+        first = self.average is None
         estimate = estimate.finite(wait=first) if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, n / (self._examples + n))
 

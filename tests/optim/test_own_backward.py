@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 from natgrad.accelerate import moments
-from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 from natgrad.pullback import coupling
 from natgrad.structures.base import BackwardEstimate
 from tests.optim.states import Net
@@ -154,6 +154,27 @@ def test_the_order_of_micro_batches_does_not_change_the_first_step(
         opt.step()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_first_step_that_a_scaler_leaves_out_is_forgotten(bad: int) -> None:
+    """Its cotangents are infinite. If they are those of the step that is made, the step is refused."""
+    found = []
+    for skipped in (True, False):
+        torch.manual_seed(0)
+        model = plain().double()
+        opt = optimizer(model)
+        x, t = torch.randn(N, 3, dtype=torch.float64), targets()
+        for factor in ((torch.inf, 1.0) if bad == 0 else (1.0, torch.inf)) if skipped else (1.0,):
+            opt.zero_grad()
+            (factor * LOSS(model(x), t)).backward()
+        if skipped and bad:
+            with pytest.raises(NonFiniteError):
+                opt.step()
+            return
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_accumulated_passes_count_by_their_examples() -> None:
