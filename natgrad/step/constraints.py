@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector, differential
 from natgrad.step.base import Step, StepContext, StepRule
 
@@ -112,12 +113,20 @@ class Clipping(Constraint):
 @final
 @dataclass(frozen=True)
 class Penalty(Constraint):
-    """L + weight·q(θ): the differential of a smooth penalty is added before the metric turns it into a step."""
+    """L + weight·q(θ): the differential of a smooth penalty is added before the metric turns it into a step.
+
+    Not for ``LeastSquares``, whose steps are made of residuals: there a penalty is a class of residuals.
+    """
 
     penalty: Callable[[Mapping[str, Tensor]], Tensor]
     weight: float = 1.0
 
     def before(self, context: StepContext) -> StepContext:
+        if context.residuals is not None:  # rules take their step from these, and would leave the penalty out
+            raise IncompatibleError(
+                "Penalty does not work with LeastSquares: its steps are made of residuals, and a penalty has none. "
+                "Add a class of residuals with ½‖r‖² = weight·q(θ), or use NaturalGradient"
+            )
         leaves = {name: p.detach().clone().requires_grad_() for name, p in context.params.items()}
         with torch.enable_grad():
             # Adding 0·θ gives every parameter a derivative, also those the penalty does not look at.

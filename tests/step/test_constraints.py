@@ -202,3 +202,17 @@ def test_a_penalised_loss_never_rises_where_a_decayed_step_lands() -> None:
         accepted += opt.last is not None and opt.last.accepted
     assert all(b <= a for a, b in pairwise(values))
     assert accepted > 0
+
+
+@pytest.mark.parametrize("rule", [ng.Spring(), ng.LevenbergMarquardt(), ng.GeodesicSearch(), ng.GridSearch()])
+def test_least_squares_does_not_leave_a_penalty_out(rule: ng.step.StepRule) -> None:
+    """Its steps are made of residuals: a penalty that they ignore is refused, and nothing changes."""
+    x = torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]
+    model = torch.nn.Linear(1, 1).double()
+    before = [p.detach().clone() for p in model.parameters()]
+    penalty = ng.Penalty(lambda params: torch.stack([p.square().sum() for p in params.values()]).sum(), 3.0)
+    residuals = ng.Residuals(lambda net, x: net(x) - 2 * x - 1, x)
+    fit = ng.LeastSquares(residuals, model, step=ng.Constrained(rule, penalty))
+    with pytest.raises(ng.errors.IncompatibleError, match="Penalty does not work with LeastSquares"):
+        fit.solve(max_steps=20)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
