@@ -257,16 +257,19 @@ class ExponentialFamily(Family):
             return d.rsample(torch.Size(shape))
 
     def fit(self, x: Tensor) -> Tensor:
-        """η̂ of maximum likelihood: ξ̂ is the mean of t(x) over the first axis of x."""
+        """η̂ of maximum likelihood: ξ̂ is the mean of t(x) over the first axis of x.
+
+        Computed in double precision: far from 0 the spread of the data is in the last digits of their second moment.
+        """
         self.check_data(x)
         if x.ndim == self.support.event_dim:
             raise ValueError(f"{type(self).__name__}.fit needs data along the first axis, [n *event], got one datum")
-        xi = self.statistics(x if x.is_floating_point() else x.to(torch.get_default_dtype())).mean(0)
+        xi = self.statistics(x.double()).mean(0)
         try:
             self.mean_domain.check(xi, "the mean of t")
             if bool(self.mean_domain.on_boundary(xi).any()):
                 raise DomainError("the mean of t is on the boundary, as of data that are all the same")
-            return self._natural(xi)
+            return self._natural(xi).to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
         except DomainError as error:
             n = len(x)
             raise DomainError(

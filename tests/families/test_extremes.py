@@ -141,3 +141,22 @@ def test_kl_of_short_and_long_steps_is_precise(here: list[float], there: list[fl
     for dtype, tol in ((DOUBLE, 1e-7), (torch.float32, 5e-3)):
         found = f.Gamma().kl(torch.tensor(here, dtype=dtype), torch.tensor(there, dtype=dtype))
         assert float(found) == pytest.approx(kl, rel=tol)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e4])
+@pytest.mark.parametrize("family", [f.DiagonalGaussian(), f.FullGaussian()], ids=repr)
+def test_a_fit_in_single_precision_finds_the_spread_of_data_far_from_zero(
+    family: f.DiagonalGaussian | f.FullGaussian, offset: float
+) -> None:
+    """Var x is in the last digits of E x²: the float32 data themselves have it to four digits."""
+    x = offset + torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+    mean, covariance = family.covariance_form(family.fit(x))
+    exact = torch.cov(x.double().T, correction=0)
+    close(mean.double(), x.double().mean(0), 1e-5)
+    close(covariance.double(), exact if covariance.ndim == 2 else exact.diagonal(), 1e-5)
+
+
+def test_a_fit_of_concentrated_waiting_times_in_single_precision_is_that_of_double_precision() -> None:
+    x = 1e4 + 100 * torch.randn(500, generator=torch.Generator().manual_seed(0))
+    for family in (f.Gamma(), f.InverseGaussian()):
+        torch.testing.assert_close(family.fit(x), family.fit(x.double()).float(), rtol=1e-6, atol=0.0)
