@@ -195,11 +195,14 @@ class ExponentialFamily(Family):
     # Divergence, entropy, density
 
     def bregman(self, eta: Tensor, eta2: Tensor) -> Tensor:
-        """D(η, η') = log Z(η) − log Z(η') − ⟨ξ', η − η'⟩ = KL(p_η' ‖ p_η) [*batch]. Mind the order of the arguments."""
+        """D(η, η') = log Z(η) − log Z(η') − ⟨ξ', η − η'⟩ = KL(p_η' ‖ p_η) [*batch]. Mind the order of the arguments.
+
+        Computed in double precision, as ``entropy``: log Z can be a small difference of large numbers.
+        """
         self._check_pair(eta, eta2, "eta2")
         for point, what in ((eta, "eta"), (eta2, "eta2")):
             self._inside(point, self.natural_domain, what)
-        return self._bregman(eta, eta2)
+        return self._bregman(eta.double(), eta2.double()).to(torch.promote_types(eta.dtype, eta2.dtype))
 
     def _bregman(self, eta: Tensor, eta2: Tensor) -> Tensor:
         here, there = self._log_partition(eta2), self._log_partition(eta)

@@ -160,3 +160,22 @@ def test_a_fit_of_concentrated_waiting_times_in_single_precision_is_that_of_doub
     x = 1e4 + 100 * torch.randn(500, generator=torch.Generator().manual_seed(0))
     for family in (f.Gamma(), f.InverseGaussian()):
         torch.testing.assert_close(family.fit(x), family.fit(x.double()).float(), rtol=1e-6, atol=0.0)
+
+
+# η of two near distributions, in single precision: log Z is near 0, and of larger terms
+NEAR: list[tuple[f.ExponentialFamily, list[float], list[float]]] = [
+    (f.Gamma(), [0.0, -1.0], [1e-4, -1.0]),
+    (f.Dirichlet(), [-0.999, 9999.0], [-0.99899, 9999.0]),
+    (f.Beta(), [3e4, 5e4], [3.001e4, 5e4]),
+    (f.Wishart(), [2e4, 1.0, 0.0, 0.0, 1.0], [2.0001e4, 1.0, 0.0, 0.0, 1.0]),
+]
+
+
+@pytest.mark.parametrize(("family", "here", "there"), NEAR)
+def test_kl_of_near_points_does_not_depend_on_the_precision(
+    family: f.ExponentialFamily, here: list[float], there: list[float]
+) -> None:
+    η, η2 = torch.tensor(here), torch.tensor(there)
+    v = η2.double() - η.double()
+    length = family.pair(v, family.fisher(η.double()).flat(v))
+    assert float(family.kl(η, η2)) == pytest.approx(0.5 * float(length), rel=2e-2)
