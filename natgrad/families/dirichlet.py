@@ -13,7 +13,7 @@ from torch.distributions import constraints as C
 from natgrad.families.base import ExponentialFamily, expect, natural_by_newton
 from natgrad.families.domains import Concave, OpenBox
 from natgrad.families.information import Information
-from natgrad.families.special import trigamma
+from natgrad.families.special import trigamma, trigamma_excess
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,15 @@ class Dirichlet(ExponentialFamily):
         return natural_by_newton(self, xi, torch.maximum(total * xi.softmax(-1), -0.5 / xi) - 1)
 
     def _fisher(self, eta: Tensor) -> Information:
-        """diag(a) − c 11ᵀ with a = ψ'(α), c = ψ'(Σα), inverted by the formula of Sherman and Morrison."""
+        """diag(a) − c 11ᵀ with a = ψ'(α), c = ψ'(Σα), inverted by the formula of Sherman and Morrison.
+
+        With αψ'(α) = 1 + e(α), 1 − c Σ 1/a is a sum of positive terms; the difference would cancel at large α.
+        """
         α = eta + 1
         a, c = trigamma(α), trigamma(α.sum(-1, keepdim=True))
-        gap = 1 - c * a.reciprocal().sum(-1, keepdim=True)
+        total = α.double().sum(-1, keepdim=True)
+        e = trigamma_excess(α)
+        gap = (α / total * (e - trigamma_excess(total)) / (1 + e)).sum(-1, keepdim=True).to(α)
 
         def sharp(w: Tensor) -> Tensor:
             return (w + c * (w / a).sum(-1, keepdim=True) / gap) / a

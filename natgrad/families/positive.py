@@ -14,7 +14,7 @@ from torch.distributions import constraints as C
 from natgrad.families.base import ExponentialFamily, expect, expect_constant, natural_by_newton
 from natgrad.families.domains import Concave, OpenBox
 from natgrad.families.information import Information
-from natgrad.families.special import expected_log, trigamma
+from natgrad.families.special import expected_log, trigamma, trigamma_excess
 from natgrad.linalg import check_positive
 
 _EULER = 0.5772156649015329
@@ -166,7 +166,7 @@ class Gamma(ExponentialFamily):
         """[[ψ'(α), 1/β], [1/β, α/β²]]; in closed form, since ``natural`` has none."""
         α, β = _shape_and_rate(eta)
         f = trigamma(α)
-        determinant = α * f - 1  # times β²
+        determinant = trigamma_excess(α).to(α)  # times β²
 
         def flat(v: Tensor) -> Tensor:
             a, b = v[..., 0], v[..., 1] / β
@@ -269,6 +269,24 @@ class InverseGaussian(ExponentialFamily):
         μ = xi[..., 0]
         λ = 1 / (xi[..., 1] - 1 / μ)
         return -0.5 * torch.stack([λ / μ.square(), λ], -1)
+
+    def _fisher(self, eta: Tensor) -> Information:
+        """[[μ³/λ, −μ/λ], [−μ/λ, 1/(μλ) + 2/λ²]].
+
+        In closed form: the derivative of ``natural`` at ξ would subtract 1/μ from E 1/x.
+        """
+        μ, λ = _mean_and_shape(eta)
+
+        def flat(v: Tensor) -> Tensor:
+            δμ = μ / λ * (μ.square() * v[..., 0] - v[..., 1])
+            return torch.stack([δμ, 2 * v[..., 1] / λ.square() - δμ / μ.square()], -1)
+
+        def sharp(w: Tensor) -> Tensor:
+            scaled = w[..., 0] / μ.square()
+            second = 0.5 * λ.square() * (w[..., 1] + scaled)  # −½δλ
+            return torch.stack([second / μ.square() + λ / μ * scaled, second], -1)
+
+        return Information(eta, 1, flat, sharp)
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         μ, λ = _mean_and_shape(eta)

@@ -15,7 +15,7 @@ from natgrad.families.base import ExponentialFamily, expect, natural_by_newton, 
 from natgrad.families.domains import Concave, Cone, DomainProduct, OpenBox
 from natgrad.families.gaussian import cholesky_checked, side, square, symmetric
 from natgrad.families.information import Information
-from natgrad.families.special import trigamma
+from natgrad.families.special import trigamma, trigamma_excess
 
 
 def _mean_slacks(xi: Tensor) -> Tensor:
@@ -112,11 +112,15 @@ class Wishart(ExponentialFamily):
     def _fisher(self, eta: Tensor) -> Information:
         """δξ₁ = f δa − tr(V δΛ), δξ₂ = −V δa + ½ν V δΛ V, with V = Λ⁻¹, f = Σ ψ'((ν + 1 − j)/2).
 
-        In closed form, since ``natural`` has none, and a dense F would have d⁴ entries.
+        In closed form, since ``natural`` has none, and a dense F would have d⁴ entries. With xψ'(x) = 1 + e(x),
+        f − 2d/ν is a sum of positive terms; the difference would cancel at large ν.
         """
         ν, Λ, L = self._split(eta)
         d, V = Λ.shape[-1], torch.cholesky_inverse(L)
-        f, ν_ = trigamma(_halves(ν, d)).sum(-1), ν[..., None, None]
+        halves = _halves(ν, d)
+        f, ν_ = trigamma(halves).sum(-1), ν[..., None, None]
+        fewer = torch.arange(d, dtype=ν.dtype, device=ν.device) / ν.unsqueeze(-1)
+        gap = ((trigamma_excess(halves) + fewer) / halves).sum(-1).to(ν)  # f − 2d/ν
 
         def flat(v: Tensor) -> Tensor:
             δa, δΛ = v[..., 0], square(v[..., 1:])
@@ -126,7 +130,7 @@ class Wishart(ExponentialFamily):
 
         def sharp(w: Tensor) -> Tensor:
             W = square(w[..., 1:])
-            δa = (w[..., 0] + 2 / ν * (Λ * W).sum((-2, -1))) / (f - 2 * d / ν)
+            δa = (w[..., 0] + 2 / ν * (Λ * W).sum((-2, -1))) / gap
             δΛ = 2 / ν_ * (Λ @ W @ Λ + δa[..., None, None] * Λ)
             return torch.cat([δa.unsqueeze(-1), δΛ.flatten(-2)], -1)
 

@@ -179,3 +179,25 @@ def test_kl_of_near_points_does_not_depend_on_the_precision(
     v = η2.double() - η.double()
     length = family.pair(v, family.fisher(η.double()).flat(v))
     assert float(family.kl(η, η2)) == pytest.approx(0.5 * float(length), rel=2e-2)
+
+
+@pytest.mark.parametrize("α", [1e4, 1e6, 1e8])
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32])
+def test_the_inverse_information_is_precise_however_concentrated(α: float, dtype: torch.dtype) -> None:
+    """Leading terms: 2α² of Gamma, α² of three equal classes, ⅔α² of Wishart with d = 2, and λ²/2μ⁴ + λ/μ³."""
+
+    def first(family: f.ExponentialFamily, η: list[float]) -> float:
+        point = torch.tensor(η, dtype=dtype)
+        return float(family.fisher(point).sharp(torch.eye(len(η), dtype=dtype)[0])[0])
+
+    assert first(f.Gamma(), [α - 1, -3.0]) == pytest.approx(2 * α**2, rel=1e-3)
+    assert first(f.Dirichlet(), [α - 1] * 3) == pytest.approx(α**2, rel=1e-3)
+    assert first(f.Wishart(), [α, 1.0, 0.0, 0.0, 1.0]) == pytest.approx(2 * α**2 / 3, rel=1e-3)
+    assert first(f.InverseGaussian(), [-α / 8, -α / 2]) == pytest.approx(α**2 / 32 + α / 8, rel=1e-5)
+
+
+def test_the_inverse_information_of_a_rare_and_a_frequent_class_is_that_of_double_precision() -> None:
+    η = torch.tensor([-0.999, 9999.0])
+    exact = torch.linalg.inv(f.Dirichlet().fisher(η.double()).dense())
+    found = f.Dirichlet().fisher(η).sharp(torch.eye(2))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=0.0)
