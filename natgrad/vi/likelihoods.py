@@ -96,9 +96,9 @@ class Quadrature(Likelihood):
         super().__init__()
         if nodes < 1:
             raise ValueError(f"nodes={nodes}: a quadrature needs one node or more")
-        x, w = _hermite(nodes)
-        self.register_buffer("nodes", x.to(torch.get_default_dtype()), persistent=False)
-        self.register_buffer("weights", w.to(torch.get_default_dtype()), persistent=False)
+        x, w = _hermite(nodes)  # in double precision: rounded once, they would not regain their digits there
+        self.register_buffer("nodes", x, persistent=False)
+        self.register_buffer("weights", w, persistent=False)
         self.nodes: Tensor
         self.weights: Tensor
 

@@ -112,6 +112,23 @@ def test_the_slopes_are_the_derivatives_of_the_expectation(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_quadrature_is_exact_for_polynomials_whatever_the_default_precision(dtype: torch.dtype) -> None:
+    """E f⁴ = μ⁴ + 6μ²v + 3v² in double precision, with three nodes."""
+
+    class Quartic(ng.vi.Quadrature):
+        def check(self, y: Tensor) -> None: ...
+
+        def log_density(self, y: Tensor, f: Tensor) -> Tensor:
+            return f**4
+
+    torch.set_default_dtype(dtype)  # the fixture puts it back
+    likelihood = Quartic(nodes=3)
+    μ, v = torch.tensor([0.7], dtype=torch.float64), torch.tensor([1.3], dtype=torch.float64)
+    for each in (likelihood, likelihood.double()):
+        torch.testing.assert_close(each.expected(μ, μ, v), μ**4 + 6 * μ**2 * v + 3 * v**2, rtol=1e-13, atol=0)
+
+
 @pytest.mark.parametrize("variance", [0.0, 1e-17, 1e-15, 1e-12])
 def test_the_slope_in_a_variance_of_nearly_zero_is_half_the_second_derivative(variance: float) -> None:
     """ℓ = −2 log(1 + t²/3) for t = (y − f)/s, ν = 3: ℓ″ = −(4/3s²)(1 − t²/3)/(1 + t²/3)²."""
