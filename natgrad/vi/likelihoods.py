@@ -76,6 +76,7 @@ class PoissonCounts(Likelihood):
         _check_support(y, (y >= 0) & (y == y.round()) & y.isfinite(), "is not a count 0, 1, 2, …")
 
     def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
+        y = y.to(μ.dtype)  # the factorial of an integer would be in single precision
         return y * μ - (μ + 0.5 * v).exp() - torch.lgamma(y + 1)
 
     def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ class BernoulliLogit(Quadrature):
         _check_support(y, (y == 0) | (y == 1), "is not a label 0 or 1: for labels ±1 pass (y + 1)/2")
 
     def log_density(self, y: Tensor, f: Tensor) -> Tensor:
-        return functional.logsigmoid((2 * y - 1) * f)
+        return functional.logsigmoid((2 * y.to(f.dtype) - 1) * f)  # −1 would wrap around in uint8
 
     def derivatives(self, y: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
         p = f.sigmoid()

@@ -112,6 +112,18 @@ def test_the_slopes_are_the_derivatives_of_the_expectation(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.float32])
+@pytest.mark.parametrize("likelihood", [ng.vi.BernoulliLogit(), ng.vi.PoissonCounts(), ng.vi.GaussianNoise()])
+def test_labels_and_counts_of_every_type_have_one_expectation(likelihood: ng.vi.Likelihood, dtype: torch.dtype) -> None:
+    y = torch.tensor([0, 1, 1, 0] if isinstance(likelihood, ng.vi.BernoulliLogit) else [0, 1, 3, 250])
+    μ, v = torch.tensor([0.3, -0.2, 0.5, 4.0]), torch.tensor([1.0, 0.5, 0.1, 0.2])
+    torch.set_default_dtype(torch.float32)  # as it is for most users; the fixture puts it back
+    found, exact = likelihood.expected(y.to(dtype), μ, v), likelihood.expected(y.double(), μ, v)
+    torch.testing.assert_close(found, exact, rtol=1e-14, atol=0)
+    for one, other in zip(likelihood.slopes(y.to(dtype), μ, v), likelihood.slopes(y.double(), μ, v), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_quadrature_is_exact_for_polynomials_whatever_the_default_precision(dtype: torch.dtype) -> None:
     """E f⁴ = μ⁴ + 6μ²v + 3v² in double precision, with three nodes."""
