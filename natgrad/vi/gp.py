@@ -13,7 +13,7 @@ from natgrad.kernels.distances import points, squared_distances
 from natgrad.kernels.matern import matern
 from natgrad.kernels.sobolev import check_smoothness
 from natgrad.linalg import check_finite, check_positive
-from natgrad.vi.latent import LatentGaussian, Projection
+from natgrad.vi.latent import LatentGaussian, Projection, in_precision_of
 from natgrad.vi.likelihoods import Likelihood
 
 
@@ -128,6 +128,7 @@ class SparseGP(LatentGaussian):
                 f"inputs x of shape {tuple(x.shape)} do not match inducing points of shape "
                 f"{tuple(self.inducing.shape)}: all axes but the first must agree"
             )
+        x = in_precision_of(self.inducing, x)
         k_zz, k_zx = self.kernel(self.inducing, self.inducing), self.kernel(self.inducing, x)
         jitter = self.jitter * k_zz.diagonal().max()
         L, info = torch.linalg.cholesky_ex(k_zz + jitter * torch.eye(len(k_zz), dtype=k_zz.dtype, device=k_zz.device))

@@ -120,7 +120,7 @@ class LatentGaussian(nn.Module, ABC):
 
     def elbo(self, x: Tensor, y: Tensor, total: int | None = None) -> Tensor:
         """The bound [] on log p(y), differentiable in the hyperparameters; ``total``: the number of all data."""
-        self.check(x, y)
+        y = self.checked(x, y)
         return self.bound(self.project(x), y, _scale(y, total))
 
     def bound(self, at: Projection, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -132,7 +132,7 @@ class LatentGaussian(nn.Module, ABC):
     def step(self, x: Tensor, y: Tensor, rate: float = 1.0, total: int | None = None) -> Step:
         """One natural-gradient step of size ρ = ``rate`` on a batch."""
         check_rate(rate)
-        self.check(x, y)
+        y = self.checked(x, y)
         at, belief = self.project(x), self.belief
         μ, v, _ = belief.marginals(at)
         target = self.target(at, y, μ, v, _scale(y, total))
@@ -171,8 +171,24 @@ class LatentGaussian(nn.Module, ABC):
         """Refuse data that do not fit; q does not change."""
         if y.ndim != 1 or x.shape[0] != y.shape[0]:
             raise ValueError(f"inputs x [n *shape] and data y [n] are needed, got {tuple(x.shape)}, {tuple(y.shape)}")
+        if y.shape[0] == 0:
+            raise ValueError("the batch is empty: a step without data would forget what q has learned, leave it out")
         check_finite(x, "the inputs x")
         self.likelihood.check(y)
+
+    def checked(self, x: Tensor, y: Tensor) -> Tensor:
+        """y in the precision of the model, after ``check``."""
+        self.check(x, y)
+        return y.to(self.shift.dtype)
+
+
+def in_precision_of(like: Tensor, x: Tensor) -> Tensor:
+    """Inputs x in the precision of the model; those of a higher one are refused, as they would lose digits."""
+    if torch.promote_types(x.dtype, like.dtype) != like.dtype:
+        raise TypeError(
+            f"the inputs x are {x.dtype} and the model is {like.dtype}: call model.to({x.dtype}), or convert x"
+        )
+    return x.to(like.dtype)
 
 
 def _scale(y: Tensor, total: int | None) -> float:
@@ -215,7 +231,7 @@ def ascend(
     >>> ascent.elbo[-1] > ascent.elbo[0] and len(ascent.steps) < 20
     True
     """
-    model.check(x, y)
+    y = model.checked(x, y)
     at = model.project(x)
     ascent = ascend_at(model, at, y, rate=rate, tolerance=tolerance, steps=steps)
     _warn_of_gap(model, at, y)
@@ -275,7 +291,7 @@ def learn(
     >>> bounds[-1] > bounds[0] + 20
     True
     """
-    model.check(x, y)
+    y = model.checked(x, y)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("no parameter of the model requires a gradient: there is nothing to learn, use ascend")
@@ -340,6 +356,7 @@ class BayesianLinear(LatentGaussian):
     def project(self, x: Tensor) -> Projection:
         if x.ndim != 2 or x.shape[1] != len(self.shift):
             raise ValueError(f"inputs must be [n {len(self.shift)}], one column per weight, got shape {tuple(x.shape)}")
+        x = in_precision_of(self.shift, x)
         return x / math.sqrt(self.prior_precision), x.new_zeros(x.shape[0])
 
     def posterior(self) -> tuple[Tensor, Tensor]:

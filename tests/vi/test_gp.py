@@ -124,6 +124,19 @@ def test_labels_and_counts_of_every_type_have_one_expectation(likelihood: ng.vi.
         torch.testing.assert_close(one, other, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64])
+def test_data_of_every_type_make_the_same_step(dtype: torch.dtype) -> None:
+    x, y = _data()
+    labels = (y > 0).float()
+    for make in (lambda: _gp(ng.vi.BernoulliLogit()), lambda: ng.vi.BayesianLinear(ng.vi.BernoulliLogit(), 2)):
+        one, other = make().float(), make().float()
+        one.step(x.float(), labels, rate=0.5)
+        other.step(x.float(), labels.to(dtype), rate=0.5)
+        assert torch.equal(one.precision, other.precision)
+        assert torch.equal(one.shift, other.shift)
+        ng.vi.ascend(other, x.float(), labels.to(dtype), steps=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_quadrature_is_exact_for_polynomials_whatever_the_default_precision(dtype: torch.dtype) -> None:
     """E f⁴ = μ⁴ + 6μ²v + 3v² in double precision, with three nodes."""
@@ -294,6 +307,25 @@ class TestBadInput:
             gp.step(x, y, rate=1.5)
         with pytest.raises(NonFiniteError, match="the inputs x holds NaN or infinity"):
             gp.step(x * math.inf, y)
+
+    def test_a_batch_without_data_leaves_the_belief_as_it_was(self) -> None:
+        x, y = _data()
+        gp = _gp(ng.vi.GaussianNoise())
+        gp.step(x, y)
+        before = gp.precision.clone()
+        for total in (None, N):
+            with pytest.raises(ValueError, match="the batch is empty"):
+                gp.step(x[:0], y[:0], total=total)
+        assert torch.equal(gp.precision, before)
+
+    def test_inputs_of_a_higher_precision_than_the_model_are_refused(self) -> None:
+        x, y = _data()
+        linear = ng.vi.BayesianLinear(ng.vi.GaussianNoise(), 2)
+        for model in (_gp(ng.vi.GaussianNoise()).float(), linear.float()):
+            with pytest.raises(TypeError, match=r"the inputs x are torch.float64 and the model is torch.float32"):
+                model.step(x, y)
+            with pytest.raises(TypeError, match=r"call model.to\(torch.float64\), or convert x"):
+                model.predict(x)
 
     def test_parts_that_make_no_sense_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"inducing points must be \[m \*shape\]"):
