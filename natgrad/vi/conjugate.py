@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
 from natgrad.errors import DomainError
-from natgrad.families.base import ExponentialFamily
+from natgrad.families.base import ExponentialFamily, check_event
 from natgrad.families.categorical import Categorical
 from natgrad.families.circle import VonMises
 from natgrad.families.diagonal_gaussian import DiagonalGaussian
@@ -53,14 +53,18 @@ class Conjugate(ABC):
         """λ of all data x [n *batch *event], summed over n; of the shape of a point."""
         if x.ndim == 0 or x.shape[0] == 0:
             raise ValueError(f"{type(self).__name__} needs data [n …] with n ≥ 1, got shape {tuple(x.shape)}")
-        wrong = ~self.support.check(x)
+        inside = self.support.check(x)
+        infinite = x.isinf()  # real numbers, as torch has them, hold ±∞, of which no λ is a number
+        wrong = ~inside | (infinite if infinite.ndim == inside.ndim else infinite.any(-1))
         if bool(wrong.any()):
             at = [int(i) for i in wrong.nonzero()[0]]
             raise DomainError(
                 f"datum x{at} of {type(self).__name__} lies outside its support, {self.support}: remove it, or choose "
                 "another likelihood"
             )
-        return self._sites(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
+        if x.is_floating_point():
+            return self._sites(x)
+        return self._sites(x.double()).to(torch.get_default_dtype())  # no integer is rounded before the sum
 
 
 # Probabilities z with a Beta prior, t = (log z, log(1 − z)): λ counts successes and failures.
@@ -196,6 +200,7 @@ class Alternative(Conjugate):
     support = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
+        check_event("Alternative", (2,), x)
         return (x[..., 1] - x[..., 0]).sum(0)
 
 
@@ -219,7 +224,8 @@ class GaussianMean(Conjugate):
         _check_covariance(self.covariance)
 
     def _sites(self, x: Tensor) -> Tensor:
-        Λ = torch.linalg.inv(self.covariance)
+        check_event("GaussianMean", (len(self.covariance),), x)
+        Λ = torch.linalg.inv(self.covariance.to(x))
         Λ = 0.5 * (Λ + Λ.mT)
         return torch.cat([x @ Λ, Λ.flatten().expand(*x.shape[:-1], -1)], -1).sum(0)
 
@@ -234,7 +240,10 @@ class DiagonalGaussianMean(Conjugate):
     support: ClassVar[Constraint] = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
-        return torch.cat([x / self.variance, torch.ones_like(x) / self.variance], -1).sum(0)
+        σ2 = torch.as_tensor(self.variance, dtype=x.dtype, device=x.device)
+        if σ2.ndim:
+            check_event(type(self).__name__, tuple(σ2.shape), x)
+        return torch.cat([x / σ2, torch.ones_like(x) / σ2], -1).sum(0)
 
 
 @final
@@ -262,7 +271,8 @@ class LinearWeights(Conjugate):
     def _sites(self, x: Tensor) -> Tensor:
         if x.shape != self.inputs.shape[:1]:
             raise ValueError(f"inputs {tuple(self.inputs.shape)} need one datum per row, got shape {tuple(x.shape)}")
-        return torch.cat([self.inputs.T @ x, (self.inputs.T @ self.inputs).flatten()]) / self.variance
+        inputs = self.inputs.to(x)
+        return torch.cat([inputs.T @ x, (inputs.T @ inputs).flatten()]) / self.variance
 
 
 def _check_covariance(covariance: Tensor) -> None:
@@ -387,6 +397,7 @@ class GaussianPrecisionMatrix(Conjugate):
     support = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
-        δ = x - self.mean
+        check_event("GaussianPrecisionMatrix", tuple(self.mean.shape), x)
+        δ = x - self.mean.to(x)
         half = torch.full_like(δ[..., :1], 0.5).sum(0)
         return torch.cat([half, torch.einsum("n...d,n...e->...de", δ, δ).flatten(-2)], -1)

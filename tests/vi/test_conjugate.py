@@ -105,6 +105,53 @@ def test_integers_are_data_like_others(pair: ng.vi.Conjugate) -> None:
     torch.testing.assert_close(pair.sites(x), pair.sites(x.float()))
 
 
+def test_integers_are_not_rounded_before_they_are_counted() -> None:
+    """2²⁴ + 1 is no number of single precision."""
+    counted = ng.vi.CategoricalProbabilities(2**24 + 2).sites(torch.tensor([2**24 + 1]))
+    assert counted.nonzero().tolist() == [[2**24 + 1]]
+
+
+PARTS: list[tuple[ng.vi.Conjugate, torch.Size]] = [
+    (ng.vi.GaussianMean(torch.tensor([[2.0, 0.5], [0.5, 1.0]])), torch.Size([3, 2])),
+    (ng.vi.DiagonalGaussianMean(torch.tensor([0.5, 2.0])), torch.Size([3, 2])),
+    (ng.vi.LogNormalMean(torch.tensor([0.5, 2.0])), torch.Size([3, 2])),
+    (ng.vi.LinearWeights(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), 0.5), torch.Size([3])),
+    (ng.vi.GaussianPrecisionMatrix(torch.tensor([1.0, 2.0])), torch.Size([3, 2])),
+]
+
+
+@pytest.mark.parametrize(("pair", "shape"), PARTS)
+def test_the_sites_have_the_precision_of_the_data(pair: ng.vi.Conjugate, shape: torch.Size) -> None:
+    """Numbers of this size have exact sums in both precisions; the parameters are in float32."""
+    x = 1 + torch.arange(float(shape.numel())).view(shape)
+    found = pair.sites(x.double())
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found.float(), pair.sites(x), rtol=1e-6, atol=1e-6)
+
+
+WRONG_SHAPES: list[tuple[ng.vi.Conjugate, int]] = [
+    (ng.vi.Alternative(), 3),
+    (ng.vi.GaussianMean(torch.eye(2)), 3),
+    (ng.vi.GaussianPrecisionMatrix(torch.zeros(2)), 1),
+    (ng.vi.DiagonalGaussianMean(torch.ones(3)), 1),
+]
+
+
+@pytest.mark.parametrize(("pair", "size"), WRONG_SHAPES)
+def test_data_of_another_size_than_the_parameters_are_refused(pair: ng.vi.Conjugate, size: int) -> None:
+    with pytest.raises(ValueError, match=f"the data of {type(pair).__name__} must have the shape"):
+        pair.sites(torch.ones(4, size))
+
+
+@pytest.mark.parametrize(
+    "pair", [ng.vi.GammaRate(), ng.vi.GaussianPrecision(), ng.vi.LaplaceRate(), ng.vi.DiagonalGaussianMean(1.0)]
+)
+def test_infinite_data_are_refused(pair: ng.vi.Conjugate) -> None:
+    x = torch.tensor([1.0, math.inf])
+    with pytest.raises(DomainError, match=rf"datum x\[1\] of {type(pair).__name__} lies outside its support"):
+        pair.sites(x[:, None] if isinstance(pair, ng.vi.DiagonalGaussianMean) else x)
+
+
 def test_known_parameters_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match=r"GammaRate\(shape=…\) must be positive and finite, got 0"):
         ng.vi.GammaRate(0.0)
