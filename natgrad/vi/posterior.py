@@ -173,6 +173,13 @@ def _remainder(
     return t, remainder, remainder.mean(0) + family.pair(control, family.mean(eta))
 
 
+def _broadcasts_to(shape: torch.Size, other: torch.Size) -> bool:
+    try:
+        return torch.broadcast_shapes(shape, other) == shape
+    except RuntimeError:  # they do not broadcast at all
+        return False
+
+
 def _check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
     """Refuse values of a log-density that are not one number per sample and member of the batch."""
     if values.shape != shape:
@@ -245,6 +252,8 @@ class Posterior:
 
     def elbo(self, eta: Tensor, samples: int = 256, generator: torch.Generator | None = None) -> Tensor:
         """E_q log p(data, z) + H(q) [*batch]; exact without ℓ, and up to the constants that ``sites`` leave out."""
+        if samples < 1:
+            raise ValueError(f"elbo(samples={samples}) needs one sample or more")
         bound = self._exact_bound(eta)
         if self.log_density is None:
             return bound
@@ -266,13 +275,17 @@ class Posterior:
 
     def _conjugate(self, eta: Tensor) -> Tensor:
         """η₀ + λ."""
-        total = torch.zeros_like(eta) if self.prior is None else self.prior
-        total = total if self.sites is None else total + self.sites
-        if torch.broadcast_shapes(total.shape, eta.shape) != eta.shape:
-            raise ValueError(
-                f"the prior and the sites have shape {tuple(total.shape)} and eta {tuple(eta.shape)}: eta must have "
-                "the batch of both"
-            )
+        total = torch.zeros_like(eta)
+        for point, name in ((self.prior, "the prior has"), (self.sites, "the sites have")):
+            if point is None:
+                continue
+            size = self.family.axes and point.shape[-1:] != eta.shape[-1:]
+            if size or not _broadcasts_to(eta.shape, point.shape):
+                raise ValueError(
+                    f"{name} shape {tuple(point.shape)} and eta {tuple(eta.shape)}: eta must have the batch of both, "
+                    "and all points one size"
+                )
+            total = total + point
         return total
 
     def _log_ratio(self, z: Tensor) -> Tensor:
@@ -352,6 +365,8 @@ def fit(
     >>> ng.vi.fit(ng.vi.Posterior(beta, log_joint), torch.zeros(2), steps=2).eta.round(decimals=3)
     tensor([2., 1.])
     """
+    if steps < 1:
+        raise ValueError(f"fit(steps={steps}) needs one step or more")
     schedule = schedule or (Constant(1.0) if posterior.log_density is None else Decaying())
     bounds, reasons = [], {}
     for k in range(steps):

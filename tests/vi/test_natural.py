@@ -140,6 +140,22 @@ class TestBadInput:
         with pytest.raises(ValueError, match="eta must have the batch of both"):
             posterior.step(_double(1.0, -1.0))
 
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_points_of_another_size_are_refused(self, size: int) -> None:
+        """One entry would broadcast to every parameter."""
+        eta, wrong = _double(1.0, -1.0), torch.full((size,), 0.5, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"the sites have shape \(\d,\) and eta \(2,\)"):
+            ng.vi.Posterior(ng.families.Gamma(), prior=eta, sites=wrong).step(eta)
+        with pytest.raises(ValueError, match=r"the prior has shape \(2,\) and eta \(3,\)"):
+            ng.vi.Posterior(ng.families.Gamma(), prior=eta).step(_double(1.0, -1.0, 0.0))
+
+    def test_a_bound_without_samples_and_a_fit_without_steps_are_refused(self) -> None:
+        posterior = ng.vi.Posterior(ng.families.Gamma(), lambda z: -z, _double(1.0, -1.0))
+        with pytest.raises(ValueError, match=r"elbo\(samples=0\) needs one sample or more"):
+            posterior.elbo(_double(1.0, -1.0), samples=0)
+        with pytest.raises(ValueError, match=r"fit\(steps=0\) needs one step or more"):
+            ng.vi.fit(posterior, _double(1.0, -1.0), steps=0)
+
     def test_log_densities_of_the_wrong_shape_or_without_a_value_are_refused(self) -> None:
         gamma, eta = ng.families.Gamma(), _double(1.0, -1.0)
         with pytest.raises(ValueError, match="one number for every sample"):
