@@ -243,14 +243,15 @@ class ExponentialFamily(Family):
 
     def sample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
         """x [*shape *batch *event], without a gradient."""
-        if eta.numel() == 0:  # torch.distributions refuses empty batches
-            batch = self.log_partition(eta).shape
-            return eta.new_empty(*shape, *batch, *(self.event_shape(eta.shape[-1]) if self.axes else ()))
+        if eta.numel() == 0:
+            return self._no_draws(eta, shape)
         with torch.no_grad(), seeded(generator, eta.device):
             return self.distribution(eta).sample(torch.Size(shape))
 
     def rsample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
         """x [*shape *batch *event], differentiable in η by reparametrisation; refused where there is none."""
+        if eta.numel() == 0:
+            return self._no_draws(eta, shape)
         d = self.distribution(eta)
         if not d.has_rsample:
             raise TypeError(
@@ -258,6 +259,11 @@ class ExponentialFamily(Family):
             )
         with seeded(generator, eta.device):
             return d.rsample(torch.Size(shape))
+
+    def _no_draws(self, eta: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Draws of an empty batch, which torch.distributions refuses."""
+        batch = self.log_partition(eta).shape
+        return eta.new_empty(*shape, *batch, *(self.event_shape(eta.shape[-1]) if self.axes else ()))
 
     def fit(self, x: Tensor) -> Tensor:
         """η̂ of maximum likelihood: ξ̂ is the mean of t(x) over the first axis of x.

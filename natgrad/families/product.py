@@ -153,7 +153,7 @@ class Product(ExponentialFamily):
     def _flat(self, draws: list[Tensor]) -> Tensor:
         """Draws [*batch *event] of the blocks → [*batch e]."""
         pairs = zip(draws, self._events(), strict=True)
-        return torch.cat([x.reshape(*x.shape[: x.ndim - len(event)], -1) for x, event in pairs], -1)
+        return torch.cat([x.reshape(*x.shape[: x.ndim - len(event)], prod(event)) for x, event in pairs], -1)
 
     def _data(self, x: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
         events = self._events()

@@ -111,6 +111,7 @@ EMPTY: list[tuple[f.ExponentialFamily, int]] = [
     (f.DiagonalGaussian(), 4),
     (f.Wishart(), 5),
     (f.InverseGaussian(), 2),
+    (f.Product((f.Gamma(), f.Poisson(), f.FullGaussian()), (2, 1, 6)), 9),
 ]
 
 
@@ -122,3 +123,5 @@ def test_a_batch_without_points_is_a_batch(family: f.ExponentialFamily, p: int) 
     assert family.contains(η).shape == family.margin(η).shape == family.reach(η, η).shape == (0,)
     assert family.fisher(η).dense().shape == (0, p, p)
     assert family.log_prob(η, family.sample(η)).shape == (0,)
+    if not isinstance(family, f.Product):  # Poisson draws have no derivative
+        assert family.rsample(η, (3,)).shape == family.sample(η, (3,)).shape
