@@ -226,10 +226,13 @@ class ExponentialFamily(Family):
 
     def log_prob(self, eta: Tensor, x: Tensor) -> Tensor:
         """log p(x | η) = ⟨η, t(x)⟩ − log Z(η) + log h(x) [*batch]; x may have more batch axes in front."""
+        self._check_shape(eta, "eta")
+        dtype = torch.promote_types(x.dtype, eta.dtype)  # of both: large terms cancel, also those of log h
+        eta = eta.to(dtype)
         log_Z = self.log_partition(eta)
         self.check_data(x)
         check_event(type(self).__name__, self.event_shape(eta.shape[-1]) if self.axes else (), x)
-        x = x if x.is_floating_point() else x.to(eta.dtype)
+        x = x.to(dtype)
         t = self.statistics(x)
         self._check_pair(eta, t, "the data")
         t = torch.where((eta == 0) & t.isinf(), torch.zeros_like(t), t)  # x⁰ = 1 also where log x is infinite

@@ -201,3 +201,12 @@ def test_the_inverse_information_of_a_rare_and_a_frequent_class_is_that_of_doubl
     exact = torch.linalg.inv(f.Dirichlet().fisher(η.double()).dense())
     found = f.Dirichlet().fisher(η).sharp(torch.eye(2))
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_density_has_the_higher_precision_of_point_and_datum(shape: tuple[int, ...]) -> None:
+    """log x! of 30,000 is 279,000: in single precision log p would be wrong by 0.006."""
+    η, x = torch.full(shape, 10.0, dtype=DOUBLE), torch.tensor([30000.0])
+    exact = torch.distributions.Poisson(η.exp()).log_prob(x.double())
+    for point, datum in ((η, x), (η.float(), x.double()), (η, x.int())):
+        close(f.Poisson().log_prob(point, datum), exact, 1e-9)
