@@ -127,7 +127,7 @@ class Vector(NamedTensors):
         """θ + v: the parameters (a plain mapping) moved along v."""
         if isinstance(point, NamedTensors) or not isinstance(point, Mapping):
             _refuse(point, self)
-        _match(dict(sorted(point.items())), dict(sorted(self.items())), "θ and v")
+        check_tangent(point, self)
         return {name: tensor + self[name] for name, tensor in point.items()}
 
     def __rsub__(self, point: object) -> dict[str, Tensor]:
@@ -214,6 +214,13 @@ def _refuse(left: object, right: object) -> NoReturn:
             "v = natgrad.sharp(G, ω)"
         )
     raise TypeError(f"{names}: vectors add to vectors, and parameters (a mapping of tensors) move along a Vector")
+
+
+def check_tangent(point: Mapping[str, Tensor], v: object) -> None:
+    """Refuse what the parameters of a point cannot move along: a covector, or a vector of other parameters."""
+    if not isinstance(v, Vector):
+        _refuse(dict(point), v)
+    _match(dict(sorted(point.items())), dict(sorted(v.items())), "θ and v")
 
 
 def _match(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:

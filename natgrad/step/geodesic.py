@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.errors import NonFiniteError
-from natgrad.geometry import Covector, Vector, unflatten
+from natgrad.geometry import Covector, Vector, check_tangent, unflatten
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
 from natgrad.output.losses import Criterion, metric_of
@@ -36,6 +36,7 @@ def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
         n = model(None, x).shape[0]
     if metric.coupling(x, n) is not None:
         raise ValueError(f"{metric!r} couples the examples: its geodesics are not implemented; use Dense directly")
+    check_tangent(model.params, v)
     names = list(model.params)
     point = {name: model.params[name].detach() for name in names}
     velocity = {name: v[name].detach() for name in names}
@@ -82,6 +83,7 @@ def exponential(
         raise ValueError(f"steps must be at least 1, got {steps}")
     metric = metric_of(metric)
     wrapped = Model.of(model, params, heads=metric.heads)
+    check_tangent(wrapped.params, v)
     base = pullback(wrapped, x, metric, target=target)
     like = {name: p.detach() for name, p in wrapped.params.items()}
     chosen = solver or Cholesky()

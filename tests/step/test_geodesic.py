@@ -240,3 +240,19 @@ def test_what_has_no_geodesic_is_refused() -> None:
     # e^θ has underflowed, and the metric with it
     with pytest.raises(ng.errors.SingularMetricError, match="rank 0 of 1"):
         ng.exponential(rate, None, ng.Fisher(ng.Poisson()), ng.Vector({"point": -1e4 * v["point"][:1]}))
+
+
+def test_only_a_vector_of_the_parameters_has_a_geodesic() -> None:
+    """A gradient is no velocity, and a shape that would broadcast is another vector."""
+    model = _Point([0.4, -0.3, 0.1], lambda θ: θ)
+    pb = ng.pullback(model, None, ng.Euclidean())
+    ω = ng.Covector({"point": torch.ones(3, dtype=torch.float64)})
+    other = ng.Vector({"line": torch.ones(3, dtype=torch.float64)})
+    column = ng.Vector({"point": torch.ones(3, 1, dtype=torch.float64)})
+    for follow in (lambda v: ng.exponential(model, None, ng.Euclidean(), v), lambda v: christoffel(pb, v)):
+        with pytest.raises(TypeError, match=r"a Covector .* is not a Vector"):
+            follow(ω)
+        with pytest.raises(ValueError, match="θ and v are over different parameters: they differ in line, point"):
+            follow(other)
+        with pytest.raises(ValueError, match=r"θ and v differ in point: shapes \(3,\) and \(3, 1\)"):
+            follow(column)
