@@ -11,6 +11,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.errors import NonFiniteError
 from natgrad.families.domains import time_to_singular
 from natgrad.linalg import check_finite
 from natgrad.vi.laplace import check_precision
@@ -147,6 +148,12 @@ class LatentGaussian(nn.Module, ABC):
         shift = a.T @ (scale * (g_mean - 2 * g_variance * μ))
         precision = (a * (-2 * scale * g_variance).unsqueeze(1)).T @ a
         precision.diagonal().add_(1.0)
+        if not bool(shift.isfinite().all() & precision.isfinite().all()):
+            raise NonFiniteError(
+                f"the step is not finite: E log p of {type(self.likelihood).__name__} has no finite derivatives where "
+                f"the latent values have variances up to {float(v.max()):.3g}. Nothing was changed: use a smaller "
+                "variance of the prior, or data in other units"
+            )
         return Belief(shift, precision)
 
     def limited(self, belief: Belief, target: Belief, rate: float) -> Step:

@@ -318,6 +318,16 @@ class TestBadInput:
                 gp.step(x[:0], y[:0], total=total)
         assert torch.equal(gp.precision, before)
 
+    def test_a_step_that_overflows_leaves_the_belief_as_it_was(self) -> None:
+        """E e^f = e^(μ + v/2) under a prior with v = 10⁴ is no number."""
+        x, y = _data()
+        gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.5, variance=1e4), ng.vi.PoissonCounts(), x[:M])
+        for move in (gp.step, lambda x, y: ng.vi.ascend(gp, x, y)):
+            with pytest.raises(NonFiniteError, match=r"E log p of PoissonCounts has no finite derivatives"):
+                move(x, torch.ones_like(y))
+        assert torch.equal(gp.precision, torch.eye(M))
+        assert torch.equal(gp.shift, torch.zeros(M))
+
     def test_inputs_of_a_higher_precision_than_the_model_are_refused(self) -> None:
         x, y = _data()
         linear = ng.vi.BayesianLinear(ng.vi.GaussianNoise(), 2)
