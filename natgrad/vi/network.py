@@ -264,8 +264,14 @@ class VariationalNetwork:
                 raise ValueError(
                     f"loss(outputs, target) must be one number, the mean over the batch, got shape {shape}"
                 )
+            if not value.requires_grad:
+                raise ValueError("loss(outputs, target) has no graph: compute it from the outputs, undetached")
             slopes = torch.autograd.grad(value, list(self.model.params.values()), allow_unused=True)
-        if can_read(value) and not bool(value.detach().isfinite()):
-            raise NonFiniteError("the loss is NaN or infinity at a sample of q. Nothing was changed: check the batch")
+        numbers = {"loss": [value.detach()], "gradient of the loss": [s for s in slopes if s is not None]}
+        for what, tensors in numbers.items():
+            if can_read(value) and not all(bool(t.isfinite().all()) for t in tensors):
+                raise NonFiniteError(
+                    f"the {what} is NaN or infinity at a sample of q. Nothing was changed: check the batch"
+                )
         named = zip(self.model.params.items(), slopes, strict=True)
         return value.detach(), Covector({name: torch.zeros_like(p) if s is None else s for (name, p), s in named})

@@ -232,6 +232,22 @@ class TestBadInput:
         assert torch.equal(_mean(net), μ)
         assert torch.equal(net.operator.dense(), G)
 
+    def test_a_gradient_that_is_not_finite_leaves_all_as_it_was(self) -> None:
+        """√0 = 0 has the derivative ∞, and 0·∞ is NaN: the loss is finite."""
+        x, t = _regression()
+        net = _linear(ng.Dense(), ng.vi.Rates())
+        net.step(x, t, _squared)
+        μ, G = _mean(net), net.operator.dense()
+        with pytest.raises(NonFiniteError, match="the gradient of the loss is NaN or infinity at a sample of q"):
+            net.step(x, t, lambda y, t: _squared(y, t) + (0 * y).square().sum().sqrt())
+        assert torch.equal(_mean(net), μ)
+        assert torch.equal(net.operator.dense(), G)
+
+    def test_a_loss_without_a_graph_is_refused(self) -> None:
+        x, t = _regression()
+        with pytest.raises(ValueError, match="has no graph: compute it from the outputs"):
+            _linear(ng.Dense(), ng.vi.Rates()).step(x, t, lambda y, t: _squared(y.detach(), t))
+
     def test_a_loss_that_is_not_one_number_is_refused(self) -> None:
         x, t = _regression()
         with pytest.raises(ValueError, match="must be one number, the mean over the batch"):
