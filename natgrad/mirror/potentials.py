@@ -188,7 +188,11 @@ class Conjugate(Potential):
         return self.base.gradient(z)
 
     def bregman(self, y: Tensor, x: Tensor) -> Tensor:
-        return self.base.bregman(self.base.inverse_gradient(x), self.base.inverse_gradient(y))
+        here, there = self.base.inverse_gradient(x), self.base.inverse_gradient(y)
+        if bool(self.base.domain.contains(there).all()):
+            return self.base.bregman(here, there)
+        # y is inside its chart, and so far out that its dual point rounds onto the boundary; nothing cancels there.
+        return self.value(y) - self.value(x) - (here * (y - x)).sum()
 
     def hessian(self, x: Tensor) -> Operator:
         return self.base.conjugate_hessian(x)

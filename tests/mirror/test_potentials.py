@@ -1,5 +1,7 @@
 """Potentials: two charts, two metrics and one divergence, against their textbook formulas."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -189,3 +191,14 @@ def test_what_is_no_metric_is_no_quadratic_potential() -> None:
         OpenBox(1.0, 1.0)
     with pytest.raises(DomainError, match="is one number"):
         Simplex().check(torch.tensor(1.0), "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("far", [20.0, 80.0, 800.0])
+def test_a_divergence_of_far_logits_is_that_of_their_log_partition(far: float, dtype: torch.dtype) -> None:
+    """Their probabilities round to 0 and 1, on the boundary of the other chart; the logits themselves do not."""
+    z, origin = torch.tensor([far, 0.0], dtype=dtype), torch.zeros(2, dtype=dtype)
+    exact = torch.nn.functional.softplus(torch.tensor(far, dtype=torch.float64)) - math.log(2) - 0.5 * far
+    for potential in (ng.mirror.BinaryEntropy(), ng.mirror.SimplexEntropy()):
+        found = Conjugate(potential).bregman(z, origin)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
