@@ -52,6 +52,16 @@ def cholesky_checked(A: Tensor, what: str, word: str) -> Tensor:
     return L
 
 
+def inverse_of(L: Tensor) -> Tensor:
+    """(LLᵀ)⁻¹ [*batch d d]. The derivative of ``torch.cholesky_inverse`` in forward mode is wrong (torch 2.13).
+
+    >>> inverse_of(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))
+    tensor([[0.2500, 0.0000],
+            [0.0000, 1.0000]])
+    """
+    return symmetric(torch.cholesky_solve(torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L), L))
+
+
 def _pack(vector: Tensor, matrix: Tensor) -> Tensor:
     """(v, vec A) [*batch d + d²]."""
     return torch.cat([vector, matrix.flatten(-2)], -1)
@@ -99,7 +109,7 @@ class FullGaussian(ExponentialFamily):
         """η of the covariance form (μ, Σ)."""
         μ, Σ = broadcast("FullGaussian", μ, Σ, 2)
         L = cholesky_checked(symmetric(Σ), "FullGaussian", "the covariance")
-        Λ = torch.cholesky_inverse(L)
+        Λ = inverse_of(L)
         return _pack((Λ @ μ.unsqueeze(-1)).squeeze(-1), Λ)
 
     def from_information(self, h: Tensor, Λ: Tensor) -> Tensor:
@@ -110,7 +120,7 @@ class FullGaussian(ExponentialFamily):
     def covariance_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """(μ, Σ)."""
         h, _, L = self._split(self._inside(eta, self.natural_domain, "eta"))
-        Σ = torch.cholesky_inverse(L)
+        Σ = inverse_of(L)
         return (Σ @ h.unsqueeze(-1)).squeeze(-1), Σ
 
     def information_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +162,7 @@ class FullGaussian(ExponentialFamily):
     def _natural(self, xi: Tensor) -> Tensor:
         μ, m = _unpack(xi)
         Σ = -2 * m - μ.unsqueeze(-1) * μ.unsqueeze(-2)
-        Λ = torch.cholesky_inverse(cholesky_checked(Σ, "FullGaussian: xi", "the covariance −2ξ₂ − ξ₁ξ₁ᵀ"))
+        Λ = inverse_of(cholesky_checked(Σ, "FullGaussian: xi", "the covariance −2ξ₂ − ξ₁ξ₁ᵀ"))
         return _pack((Λ @ μ.unsqueeze(-1)).squeeze(-1), Λ)
 
     def _fisher(self, eta: Tensor) -> Information:
@@ -166,7 +176,7 @@ class FullGaussian(ExponentialFamily):
         μ = torch.cholesky_solve(column, L)
 
         def flat(v: Tensor) -> Tensor:
-            Σ, δΛ = torch.cholesky_inverse(L), square(v[..., d:])
+            Σ, δΛ = inverse_of(L), square(v[..., d:])
             δμ = Σ @ (v[..., :d].unsqueeze(-1) - δΛ @ μ)
             outer = δμ @ μ.mT
             return _pack(δμ.squeeze(-1), 0.5 * (Σ @ δΛ @ Σ - outer - outer.mT))
@@ -209,7 +219,7 @@ class GaussianKnownMean(ExponentialFamily):
         return (side(p, 0),)
 
     def _distribution(self, eta: Tensor) -> D.Distribution:
-        Σ = torch.cholesky_inverse(self._factor(eta))
+        Σ = inverse_of(self._factor(eta))
         return D.MultivariateNormal(self.m.to(Σ).expand(Σ.shape[:-1]), covariance_matrix=Σ)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
@@ -237,18 +247,18 @@ class GaussianKnownMean(ExponentialFamily):
         return 0.5 * L.shape[-1] * math.log(2 * math.pi) - L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return (-0.5 * torch.cholesky_inverse(self._factor(eta))).flatten(-2)
+        return (-0.5 * inverse_of(self._factor(eta))).flatten(-2)
 
     def _natural(self, xi: Tensor) -> Tensor:
         L = cholesky_checked(-2 * square(xi), "GaussianKnownMean: xi", "the covariance −2ξ")
-        return torch.cholesky_inverse(L).flatten(-2)
+        return inverse_of(L).flatten(-2)
 
     def _fisher(self, eta: Tensor) -> Information:
         """δξ = ½ Σ δΛ Σ; in closed form, since ``sharp`` needs products with Λ alone."""
         Λ, L = square(eta), self._factor(eta)
 
         def flat(v: Tensor) -> Tensor:
-            Σ = torch.cholesky_inverse(L)
+            Σ = inverse_of(L)
             return (0.5 * Σ @ square(v) @ Σ).flatten(-2)
 
         return Information(eta, 1, flat, lambda w: (2 * Λ @ square(w) @ Λ).flatten(-2), divides=False)

@@ -20,7 +20,8 @@ def trigamma(x: Tensor) -> Tensor:
     >>> trigamma(torch.tensor(1.0))
     tensor(1.6449)
     """
-    return torch.special.zeta(torch.full_like(x, 2.0), x)
+    rough = torch.polygamma(1, x)  # for its derivatives: those of ζ do not exist in forward mode, which geodesics need
+    return rough + (torch.special.zeta(torch.full_like(x, 2.0), x.detach()) - rough).detach()
 
 
 def trigamma_excess(x: Tensor) -> Tensor:

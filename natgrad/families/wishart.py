@@ -13,7 +13,7 @@ from torch.distributions import constraints as C
 
 from natgrad.families.base import ExponentialFamily, expect, natural_by_newton, seeded
 from natgrad.families.domains import Concave, Cone, DomainProduct, OpenBox
-from natgrad.families.gaussian import cholesky_checked, side, square, symmetric
+from natgrad.families.gaussian import cholesky_checked, inverse_of, side, square, symmetric
 from natgrad.families.information import Information
 from natgrad.families.special import trigamma, trigamma_excess
 
@@ -51,7 +51,7 @@ class Wishart(ExponentialFamily):
 
     def _distribution(self, eta: Tensor) -> D.Distribution:
         ν, _, L = self._split(eta)
-        return D.Wishart(ν, covariance_matrix=torch.cholesky_inverse(L))
+        return D.Wishart(ν, covariance_matrix=inverse_of(L))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         d = expect(self, d, D.Wishart)
@@ -98,7 +98,7 @@ class Wishart(ExponentialFamily):
         d = Λ.shape[-1]
         log_det = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         first = d * math.log(2) - log_det + torch.digamma(_halves(ν, d)).sum(-1)
-        second = -0.5 * ν[..., None, None] * torch.cholesky_inverse(L)
+        second = -0.5 * ν[..., None, None] * inverse_of(L)
         return torch.cat([first.unsqueeze(-1), second.flatten(-2)], -1)
 
     def _natural(self, xi: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Wishart(ExponentialFamily):
         d = M.shape[-1]
         s = torch.linalg.slogdet(M).logabsdet - xi[..., 0]  # d log ½ν − Σ ψ((ν + 1 − j)/2) ≈ ½d(d + 1)/ν
         ν = d - 1 + 0.5 * d * (d + 1) / s
-        Λ = ν[..., None, None] * torch.cholesky_inverse(cholesky_checked(M, "Wishart: xi", "E X = −2ξ₂"))
+        Λ = ν[..., None, None] * inverse_of(cholesky_checked(M, "Wishart: xi", "E X = −2ξ₂"))
         return natural_by_newton(self, xi, torch.cat([0.5 * (ν - d - 1).unsqueeze(-1), Λ.flatten(-2)], -1))
 
     def _fisher(self, eta: Tensor) -> Information:
@@ -116,7 +116,7 @@ class Wishart(ExponentialFamily):
         f − 2d/ν is a sum of positive terms; the difference would cancel at large ν.
         """
         ν, Λ, L = self._split(eta)
-        d, V = Λ.shape[-1], torch.cholesky_inverse(L)
+        d, V = Λ.shape[-1], inverse_of(L)
         halves = _halves(ν, d)
         f, ν_ = trigamma(halves).sum(-1), ν[..., None, None]
         fewer = torch.arange(d, dtype=ν.dtype, device=ν.device) / ν.unsqueeze(-1)

@@ -256,3 +256,32 @@ def test_only_a_vector_of_the_parameters_has_a_geodesic() -> None:
             follow(other)
         with pytest.raises(ValueError, match=r"θ and v differ in point: shapes \(3,\) and \(3, 1\)"):
             follow(column)
+
+
+CURVED: list[tuple[ng.families.ExponentialFamily, list[float]]] = [
+    (ng.families.Gamma(), [1.5, -2.0]),
+    (ng.families.Beta(), [0.5, 2.0]),
+    (ng.families.Dirichlet(), [0.5, 2.0, 1.0]),
+    (ng.families.Wishart(), [1.0, 2.0, 0.5, 0.5, 1.0]),
+    (ng.families.InverseGaussian(), [-1.0, -2.0]),
+    (ng.families.VonMises(), [1.0, -0.5]),
+    (ng.families.FullGaussian(), [0.5, -1.0, 2.0, 0.5, 0.5, 1.0]),
+    (ng.families.GaussianKnownMean(torch.zeros(2, dtype=torch.float64)), [2.0, 0.5, 0.5, 1.0]),
+]
+
+
+@pytest.mark.parametrize(("family", "η"), CURVED, ids=[type(family).__name__ for family, _ in CURVED])
+def test_the_christoffel_force_of_natural_parameters_is_half_the_third_cumulant(
+    family: ng.families.ExponentialFamily, η: list[float]
+) -> None:
+    """G = ∇²log Z, so that Γ♭(v, v) = ½ ∇³log Z(v, v, ·)."""
+    v = torch.linspace(-0.5, 0.8, len(η), dtype=torch.float64)
+    pb = ng.pullback(_Point(η, lambda θ: θ), None, ng.Fisher(family))
+    point = torch.tensor(η, dtype=torch.float64, requires_grad=True)
+    (ξ,) = torch.autograd.grad(family.log_partition(point), point, create_graph=True)
+    (second,) = torch.autograd.grad(ξ @ v, point, create_graph=True)
+    (third,) = torch.autograd.grad(second @ v, point)
+    found = christoffel(pb, ng.Vector({"point": v}))["point"]
+    torch.testing.assert_close(found, 0.5 * third, rtol=1e-7, atol=1e-7)
+    pushed = torch.func.jvp(family.mean, (point.detach(),), (v,))[1]  # F v, in forward mode
+    torch.testing.assert_close(pushed, second.detach(), rtol=1e-7, atol=1e-7)
