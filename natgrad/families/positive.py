@@ -288,6 +288,12 @@ class InverseGaussian(ExponentialFamily):
 
         return Information(eta, 1, flat, sharp)
 
+    def entropy(self, eta: Tensor) -> Tensor:
+        """As for every family, with log Z − ⟨η, ξ⟩ = ½ − ½ log λ, where terms of the size of λ/μ have cancelled."""
+        η = self._inside(eta, self.natural_domain, "eta").double()
+        _, λ = _mean_and_shape(η)
+        return (0.5 - 0.5 * λ.log() - self._expected_log_base(η)).to(eta.dtype)
+
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         μ, λ = _mean_and_shape(eta)
         φ = (λ / μ).unsqueeze(-1)

@@ -210,3 +210,12 @@ def test_a_density_has_the_higher_precision_of_point_and_datum(shape: tuple[int,
     exact = torch.distributions.Poisson(η.exp()).log_prob(x.double())
     for point, datum in ((η, x), (η.float(), x.double()), (η, x.int())):
         close(f.Poisson().log_prob(point, datum), exact, 1e-9)
+
+
+@pytest.mark.parametrize("φ", [1e6, 1e12, 1e16])
+def test_the_entropy_of_concentrated_passage_times_is_that_of_a_gaussian(φ: float) -> None:
+    """Of variance μ³/λ, up to O(1/φ) with φ = λ/μ."""
+    μ = 1e-8
+    η = torch.tensor([-φ / (2 * μ), -φ * μ / 2], dtype=DOUBLE)
+    found = f.InverseGaussian().entropy(η)
+    assert float(found) == pytest.approx(0.5 * math.log(2 * math.pi * math.e * μ**2 / φ), abs=3 / φ + 1e-11)
