@@ -16,7 +16,7 @@ from natgrad.errors import DomainError, NatgradError
 from natgrad.families.domains import entry, first
 from natgrad.geometry import Vector, unflatten
 from natgrad.linalg import newton
-from natgrad.mirror.potentials import Potential, checked_square, dense, scaled_cholesky
+from natgrad.mirror.potentials import Potential, checked_square, dense, flattened, scaled_cholesky
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
@@ -48,11 +48,11 @@ class InnerProduct:
 
     def flat(self, v: Tensor) -> Tensor:
         """v♭ = (G + λ)v."""
-        return self.operator.product(v.reshape(-1)).view_as(v) + self.damping * v
+        return self.operator.product(flattened(v, self.operator)).view_as(v) + self.damping * v
 
     def sharp(self, ω: Tensor) -> Tensor:
         """ω♯ = (G + λ)⁻¹ω: for a differential ω = df, the gradient ∇^g f."""
-        return self._inverse.solve(ω.reshape(-1)).view_as(ω)
+        return self._inverse.solve(flattened(ω, self.operator)).view_as(ω)
 
     def squared(self, v: Tensor) -> Tensor:
         """‖v‖²_g []."""

@@ -137,10 +137,10 @@ class Quadratic(Potential):
         return 0.5 * (x * self.gradient(x)).sum()
 
     def gradient(self, x: Tensor) -> Tensor:
-        return self.operator.product(x.reshape(-1)).view_as(x)
+        return self.operator.product(flattened(x, self.operator)).view_as(x)
 
     def inverse_gradient(self, z: Tensor) -> Tensor:
-        return self._inverse.solve(z.reshape(-1)).view_as(z)
+        return self._inverse.solve(flattened(z, self.operator)).view_as(z)
 
     def bregman(self, y: Tensor, x: Tensor) -> Tensor:
         return self.value(y - x)
@@ -214,6 +214,16 @@ def dense(matrix: Tensor) -> DenseOperator:
 def layout(x: Tensor) -> Layout:
     """The layout of a metric over one unnamed tensor."""
     return Layout.of({"x": x.reshape(-1)}, x.dtype)
+
+
+def flattened(x: Tensor, operator: Operator) -> Tensor:
+    """x [p], if it has as many entries as the operator has rows."""
+    size = operator.layout.size
+    if x.numel() != size:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} has {x.numel()} entries, and the metric is over {size}: give a point of it"
+        )
+    return x.reshape(-1)
 
 
 def inverted(operator: Operator) -> DenseOperator:

@@ -202,3 +202,13 @@ def test_a_divergence_of_far_logits_is_that_of_their_log_partition(far: float, d
     for potential in (ng.mirror.BinaryEntropy(), ng.mirror.SimplexEntropy()):
         found = Conjugate(potential).bregman(z, origin)
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_point_of_another_size_than_the_metric_is_refused(size: int) -> None:
+    x = torch.ones(size, dtype=torch.float64)
+    quadratic = ng.mirror.Quadratic.of(torch.eye(2, dtype=torch.float64))
+    g = ng.mirror.MatrixMetric(lambda _: torch.eye(2, dtype=torch.float64)).at(torch.zeros(2, dtype=torch.float64))
+    for function in (quadratic.value, quadratic.gradient, quadratic.inverse_gradient, g.flat, g.sharp, g.squared):
+        with pytest.raises(ValueError, match=rf"has {size} entries, and the metric is over 2"):
+            function(x)
