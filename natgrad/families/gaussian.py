@@ -291,7 +291,8 @@ class GaussianKnownCovariance(ExponentialFamily):
 
     @cached_property
     def _L(self) -> Tensor:
-        return cholesky_checked(symmetric(self.Σ), "GaussianKnownCovariance", "the covariance Σ")
+        # In double precision: it serves points of every precision, and Σ itself is not rounded there.
+        return cholesky_checked(symmetric(self.Σ.double()), "GaussianKnownCovariance", "the covariance Σ")
 
     def log_base(self, x: Tensor) -> Tensor:
         white = torch.linalg.solve_triangular(self._L.to(x), x.unsqueeze(-1), upper=False)
@@ -321,7 +322,7 @@ class GaussianKnownCovariance(ExponentialFamily):
         return 0.5 * (eta.shape[-1] * math.log(2 * math.pi) + self.pair(eta, self._mean(eta))) + log_det
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return eta @ symmetric(self.Σ).to(eta)
+        return eta @ symmetric(self.Σ.to(eta))
 
     def _natural(self, xi: Tensor) -> Tensor:
         L = self._L.to(xi)

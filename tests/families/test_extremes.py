@@ -219,3 +219,16 @@ def test_the_entropy_of_concentrated_passage_times_is_that_of_a_gaussian(φ: flo
     η = torch.tensor([-φ / (2 * μ), -φ * μ / 2], dtype=DOUBLE)
     found = f.InverseGaussian().entropy(η)
     assert float(found) == pytest.approx(0.5 * math.log(2 * math.pi * math.e * μ**2 / φ), abs=3 / φ + 1e-11)
+
+
+def test_a_covariance_in_single_precision_serves_points_in_double_precision() -> None:
+    """The numbers of Σ are exact in both; its Cholesky factor is not."""
+    A = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    Σ = A @ A.T + 0.01 * torch.eye(3)
+    Σ = 0.5 * (Σ + Σ.T)
+    family, μ, x = f.GaussianKnownCovariance(Σ), torch.ones(3, dtype=DOUBLE), torch.tensor([3.0, -4.0, 5.0]).double()
+    normal = torch.distributions.MultivariateNormal(μ, Σ.double())
+    η = family.natural(μ)
+    close(family.mean(η), μ, 1e-9)
+    close(family.log_prob(η, x), normal.log_prob(x), 1e-9)
+    close(family.entropy(η), normal.entropy(), 1e-9)
