@@ -32,7 +32,7 @@ class Wishart(ExponentialFamily):
     log Z = ½νd log 2 − ½ν log|V⁻¹| + log Γ_d(½ν), a function of the symmetric part of V⁻¹; ν > d − 1, X [*batch d d].
 
     >>> Wishart().mean(torch.tensor([1.0, 2.0]))[1]  # d = 1, ν = 4, V = ½: −½ E X = −½ ν V
-    tensor(-1.0000)
+    tensor(-1.)
     """
 
     natural_domain = DomainProduct((OpenBox(-1.0), Cone(square, "the inverse scale matrix V⁻¹")), (1, -1))
