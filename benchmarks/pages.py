@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import curves
-from benchmarks.race_models import REPORT, TUNE, tasks
+from benchmarks.race_models import REPORT, TUNE, Task, tasks
 from benchmarks.races import HEAD, Records, chosen
 from benchmarks.races import rows as race_rows
 from benchmarks.report import claim_table, ratio_table
@@ -196,7 +196,7 @@ def races(folder: Path = RECORDS) -> str:
     """A table of every race that has final runs, and the names of those that have none yet."""
     records, parts, missing = Records.load(folder), [], []
     for name, task in tasks().items():
-        found = list(race_rows(records, task))
+        found = _tuned_rows(records, task)
         if not found:
             missing.append(RACES[name])
             continue
@@ -212,16 +212,24 @@ def races(folder: Path = RECORDS) -> str:
     return "\n\n".join(parts)
 
 
-def race(task: str, optimizer: str, column: str, folder: Path = RECORDS) -> str:
-    """A cell of the tuned row of an optimizer, without its deviation: race("decoder", "adamw", "loss, equal steps").
+def _tuned_rows(records: Records, task: Task) -> list[list[str]]:
+    """Of every optimizer the row with the setting that is best in tuning, all best first.
 
-    The best row, where the setting that is best in tuning has no final runs, or the tuning is not on record.
+    The best row, where that setting has no final runs, or the tuning is not on record.
     """
-    records = Records.load(folder)
-    rows = [row for row in race_rows(records, tasks()[task]) if row[0] == optimizer]
-    setting = chosen(records, tasks()[task], optimizer)
-    tuned = [row for row in rows if setting is not None and row[1] == f"{setting[0]:g}, {setting[1]:g}"]
-    return (tuned or rows)[0][HEAD.index(column)].partition(" ± ")[0]
+    rows = [row for row in race_rows(records, task) if row[0] != "natural-every-25"]  # an earlier version
+    tuned: dict[str, list[str]] = {}
+    for row in rows:
+        setting = chosen(records, task, row[0])
+        if row[0] not in tuned or (setting is not None and row[1] == f"{setting[0]:g}, {setting[1]:g}"):
+            tuned[row[0]] = row
+    return [row for row in rows if row is tuned[row[0]]]
+
+
+def race(task: str, optimizer: str, column: str, folder: Path = RECORDS) -> str:
+    """A cell of the row of an optimizer, without its deviation: race("decoder", "adamw", "loss, equal steps")."""
+    rows = {row[0]: row for row in _tuned_rows(Records.load(folder), tasks()[task])}
+    return rows[optimizer][HEAD.index(column)].partition(" ± ")[0]
 
 
 def ablation(name: str = "decoder", folder: Path = RECORDS) -> str:
