@@ -46,7 +46,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, nonzero: Tensor) -> Tensor:
     tensor([ True, False])
     """
     kernel = "round", x.shape[1], x.shape[1], dtype, x.device
-    if dtype == x.dtype or not _suits(x, nonzero, kernel):
+    if dtype == x.dtype or not _can_pass_rows(x, nonzero, kernel):
         torch.any(x, 1, out=nonzero)
         return x.to(dtype)
     out = x.new_empty(x.shape, dtype=dtype)
@@ -67,7 +67,7 @@ def keep_rows(x: Tensor, counted: Tensor, dtype: torch.dtype, width: int) -> Ten
     """
     m, d = x.shape
     out = x.new_empty(m, width, dtype=dtype)
-    if not _suits(x, counted, ("keep", d, width, dtype, x.device)):
+    if not _can_pass_rows(x, counted, ("keep", d, width, dtype, x.device)):
         out[:, d:] = counted.unsqueeze(1)
         # x where counted > ½, else 0, rounded on the way.
         torch.ops.aten.threshold_backward.grad_input(x, counted.unsqueeze(1), 0.5, grad_input=out[:, :d])
@@ -91,7 +91,7 @@ def scale_matrices_(out: Tensor, matrices: Tensor | Sequence[Tensor], sides: Seq
     tensor([[[1., 3.],
              [2., 6.]]])
     """
-    if not _suit(out, matrices, sides):
+    if not _can_scale(out, matrices, sides):
         M = matrices if isinstance(matrices, Tensor) else _stacked(matrices)
         left, right = ([side for side in of_side if side is not None] for of_side in zip(*sides, strict=True))
         M = M * _stacked(left).unsqueeze(2) if left else M
@@ -121,29 +121,29 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     return addresses + [addresses[-1]] * (_TOGETHER - len(addresses))
 
 
-def _suit(out: Tensor, matrices: Tensor | Sequence[Tensor], sides: Sequence[Sides]) -> bool:
+def _can_scale(out: Tensor, matrices: Tensor | Sequence[Tensor], sides: Sequence[Sides]) -> bool:
     """Whether the kernel can work on these: aligned matrices of one layout, with both sides or none."""
     first, vectors = matrices[0], [side for pair in sides for side in pair]
-    if triton is None or not first.is_cuda or not 0 < first.numel() < _MOST or not 0 < out.numel() < _MOST:
-        return False
-    if not {first.dtype, out.dtype} <= {torch.float32, torch.bfloat16} or type(first) is not Tensor:
-        return False
-    if 1 not in first.stride() or 1 not in out.stride()[1:]:
-        return False
-    if any(M.stride() != first.stride() or M.dtype != first.dtype for M in matrices):
-        return False
-    if any(side is None for side in vectors) != all(side is None for side in vectors):
+    if triton is None or not first.is_cuda or type(first) is not Tensor:
         return False
     numbers = [side for side in vectors if side is not None]
-    if any(side.dtype != torch.float32 or not side.is_contiguous() for side in numbers):
-        return False
-    if any(t.data_ptr() % _ALIGNMENT for t in (*matrices, out)) or out.stride(0) * out.element_size() % _ALIGNMENT:
+    aligned = all(t.data_ptr() % _ALIGNMENT == 0 for t in (*matrices, out))
+    suited = (
+        {first.dtype, out.dtype} <= {torch.float32, torch.bfloat16},
+        all(M.stride() == first.stride() and M.dtype == first.dtype for M in matrices),
+        all(side.dtype == torch.float32 and side.is_contiguous() for side in numbers),
+        len(numbers) in (0, len(vectors)),
+        1 in first.stride() and 1 in out.stride()[1:],  # one side of a matrix is read in long runs
+        aligned and out.stride(0) * out.element_size() % _ALIGNMENT == 0,
+        0 < first.numel() < _MOST and 0 < out.numel() < _MOST,
+    )
+    if not all(suited):
         return False
     kernel = "scale", first.dtype, out.dtype, bool(numbers), first.shape, first.stride(), out.stride(), out.device
     return _is_ready(kernel, out.device)
 
 
-def _suits(x: Tensor, flags: Tensor, kernel: tuple[str, int, int, torch.dtype, torch.device]) -> bool:
+def _can_pass_rows(x: Tensor, flags: Tensor, kernel: tuple[str, int, int, torch.dtype, torch.device]) -> bool:
     """Whether a Triton kernel (its name, columns that are read and written, type, device) can work on these.
 
     A kernel that would be compiled while a graph is captured would end the capture. So it must have run before, and it
@@ -219,6 +219,7 @@ if triton is not None:
         single: tl.constexpr, scaled: tl.constexpr, tile: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(2)
+        # A list of addresses on the device would have to be copied there, which a graph cannot do.
         m, left, right = m0, l0, r0
         if b == 1:
             m, left, right = m1, l1, r1
