@@ -135,12 +135,17 @@ def _can_scale(out: Tensor, matrices: Tensor | Sequence[Tensor], sides: Sequence
         len(numbers) in (0, len(vectors)),
         1 in first.stride() and 1 in out.stride()[1:],  # one side of a matrix is read in long runs
         aligned and out.stride(0) * out.element_size() % _ALIGNMENT == 0,
-        0 < first.numel() < _MOST and 0 < out.numel() < _MOST,
+        0 < first.numel() and _span(first) < _MOST and _span(out[0]) < _MOST,
     )
     if not all(suited):
         return False
     kernel = "scale", first.dtype, out.dtype, bool(numbers), first.shape, first.stride(), out.stride(), out.device
     return _is_ready(kernel, out.device)
+
+
+def _span(matrix: Tensor) -> int:
+    """How far its last entry is from the first."""
+    return sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
 
 
 def _can_pass_rows(x: Tensor, flags: Tensor, kernel: tuple[str, int, int, torch.dtype, torch.device]) -> bool:
