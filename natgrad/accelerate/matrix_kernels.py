@@ -135,7 +135,7 @@ def _can_scale(out: Tensor, matrices: Tensor | Sequence[Tensor], sides: Sequence
         len(numbers) in (0, len(vectors)),
         1 in first.stride() and 1 in out.stride()[1:],  # one side of a matrix is read in long runs
         aligned and out.stride(0) * out.element_size() % _ALIGNMENT == 0,
-        0 < first.numel() and _span(first) < _MOST and _span(out[0]) < _MOST,
+        first.numel() > 0 and _span(first) < _MOST and _span(out[0]) < _MOST,
     )
     if not all(suited):
         return False
