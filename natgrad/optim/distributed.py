@@ -50,8 +50,12 @@ class World:
 
     def agree(self, problem: Exception | None) -> None:
         """Raise the problem of one process in all of them; one that raised alone would leave the others waiting."""
-        if problem is not None:
+        if problem is None:
+            return
+        try:
             raise problem
+        finally:
+            del problem  # an error in a variable would hold the optimizer, which its frames hold
 
     def refuse_join(self) -> None:
         """Raise where some processes may have no batch left (``model.join()``), and would make no step."""
@@ -99,8 +103,12 @@ class Group(World):
         note = problem if problem is None or isinstance(problem, NatgradError) else _described(problem)
         notes: list[NatgradError | None] = [None] * self.size
         dist.all_gather_object(notes, note, group=self._group)
-        if problem is not None:
-            raise problem
+        del note
+        try:
+            if problem is not None:
+                raise problem
+        finally:
+            del problem  # as above
         rank, theirs = next((rank, each) for rank, each in enumerate(notes) if each is not None)
         raise type(theirs)(f"in process {rank}: {theirs}")
 
@@ -173,8 +181,12 @@ class Group(World):
         for their_problem, theirs in self._exchanged(tensors, problem):
             problem = problem or their_problem
             union.update(theirs)
-        if problem is not None:
-            raise problem
+        their_problem = None
+        try:
+            if problem is not None:
+                raise problem
+        finally:
+            del problem  # as in ``agree``
         return union
 
     def inverse(

@@ -318,14 +318,11 @@ class MetricTracker:
 
     def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
-        problem, due = self._problem, self.due
-        if problem is None and due and not self.has_estimate:
-            problem = NatgradError(self._what_is_missing())
+        # In no variable here: an error would hold the optimizer, which its frames hold.
         if self.metric.source == "gradients":  # of all processes, and the same in each
-            if problem is not None:
-                raise problem
-        elif not self._joined and (due or self.fresh is not None):
-            self.world.agree(problem)
+            World().agree(self._what_failed())
+        elif not self._joined and (self.due or self.fresh is not None):
+            self.world.agree(self._what_failed())
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
@@ -339,6 +336,12 @@ class MetricTracker:
             return self.fresh, True
         average, self.fresh = self.average.merged(self.fresh, weight), None  # memory is needed for the inverse
         return average, True
+
+    def _what_failed(self) -> Exception | None:
+        """Why there is no step with the passes since the last one."""
+        if self._problem is None and self.due and not self.has_estimate:
+            return NatgradError(self._what_is_missing())
+        return self._problem
 
     def _what_is_missing(self) -> str:
         if awaited := self.metric.awaited:
@@ -660,10 +663,13 @@ class MetricTracker:
 
     def _keep_problem(self, error: Exception) -> None:
         """Keep an error of a pass until ``step``, where all processes raise: now the others would wait for this one."""
-        if self._chooses_basis:
-            self._agreed = True
-            self.world.agree(error)
-        self._problem = self._problem or error.with_traceback(None)
+        try:
+            if self._chooses_basis:
+                self._agreed = True
+                self.world.agree(error)
+            self._problem = self._problem or error.with_traceback(None)
+        finally:
+            del error  # as in ``World.agree``
 
     # Passes that wait for the user's own loss. Their graph is held until then, or until the step.
 

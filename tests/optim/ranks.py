@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -250,6 +252,7 @@ def worker(rank: int, folder: Path) -> None:
         found["sampled"] = _sampled(rank)
         found["strangers"] = [_stranger(first, rank) for first in (True, False)]
         found["alone"] = {name: _alone(make, rank) for name, make in ALONE.items()}
+        found["freed"] = {name: _freed(make, rank) for name, make in ALONE.items()}
         found["refreshed"] = _refreshed(rank)
         found["doubts"] = _doubts(rank)
         found["sharded"] = {name: _message(partial(_sharded, name)) for name in SHARDED}
@@ -367,6 +370,24 @@ def _alone(make: Callable[[nn.Module], ng.NaturalGradient], rank: int) -> list[A
     for _ in range(2):
         found += [_message(partial(step, shard)) for shard in (empty, bad, x)]
     return [*found, torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
+
+
+def _freed(make: Callable[[nn.Module], ng.NaturalGradient], rank: int) -> bool:
+    """Whether an optimizer whose step was refused, for the empty shard of the second process, is freed at once."""
+    model, x = DistributedDataParallel(build(CASES["kfac"])), torch.ones(1 - rank, 3, dtype=torch.float64)
+    itself: list[weakref.ref[ng.NaturalGradient]] = []
+
+    def step() -> None:
+        opt = make(model)
+        itself.append(weakref.ref(opt))
+        model(x).sum().backward()
+        opt.step()
+
+    gc.disable()
+    try:
+        return "empty" in _message(step) and itself[0]() is None
+    finally:
+        gc.enable()
 
 
 def _refreshed(rank: int) -> str:

@@ -172,6 +172,11 @@ def test_an_empty_shard_or_nan_in_one_process_is_raised_by_all_and_training_goes
     assert bool(first[-1].isfinite().all())
 
 
+@pytest.mark.parametrize("name", ranks.ALONE)
+def test_an_optimizer_whose_step_all_processes_refused_is_freed_at_once(found: list[dict[str, Any]], name: str) -> None:
+    assert [each["freed"][name] for each in found] == [True, True]
+
+
 def test_what_fails_when_one_process_refreshes_the_metric_is_raised_by_all(found: list[dict[str, Any]]) -> None:
     assert found[0]["refreshed"].startswith("NonFiniteError: at step 0: in process 1: the outputs are not finite")
     assert found[1]["refreshed"].startswith("NonFiniteError: at step 0: the outputs are not finite")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import natgrad as ng
-from natgrad.errors import FactorisationError, NonFiniteError, SingularMetricError, UncoveredError
+from natgrad.errors import FactorisationError, NatgradError, NonFiniteError, SingularMetricError, UncoveredError
 from natgrad.step import StepRule
 from natgrad.structures.kronecker import ProductInverse
 from tests.optim.tasks import Task, task
@@ -85,6 +85,13 @@ def _without_a_gradient(of: Task, opt: ng.NaturalGradient) -> None:
         opt.step()
 
 
+def _without_a_pass(of: Task, opt: ng.NaturalGradient) -> None:
+    for p in of.model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(NatgradError, match="no forward pass with gradients was seen"):
+        opt.step()
+
+
 def _not_finite(of: Task, opt: ng.NaturalGradient) -> None:
     with pytest.raises(NonFiniteError, match="at step 0"):
         of.model(of.x * torch.nan)
@@ -115,6 +122,7 @@ USES: list[Callable[[Task, ng.NaturalGradient], None]] = [
     _scheduled,
     _loaded,
     _without_a_gradient,
+    _without_a_pass,
     _not_finite,
     _never_factored,
     _not_inverted_by_a_gpu,
