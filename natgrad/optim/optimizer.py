@@ -312,7 +312,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _step(self, grads: Mapping[str, Tensor], loss_at: Loss | None) -> None:
         """ω from the gradients, G from the tracker, the step rule with the inverse of G, then ``commit`` of G."""
-        self.tracker.loss_check.report()
+        self.tracker.report_loss()
         if self.tracker.step == 0:
             for of_param in self.state.values():
                 of_param.pop("momentum", None)  # zeros, to load into

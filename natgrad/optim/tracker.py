@@ -25,7 +25,7 @@ from natgrad.accelerate.devices import (
 )
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
+from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, returned_tensors
@@ -409,6 +409,15 @@ class MetricTracker:
         return frozenset(name for name, share in zip(names, shares, strict=True) if share == 0)
 
     # Where estimates come from.
+
+    def report_loss(self) -> None:
+        """Compare the loss that is trained with the one given: other shards may show nothing of what is wrong here."""
+        try:
+            self.loss_check.report()
+        except LossMismatchError as error:
+            if self.world.size == 1:
+                raise
+            self._problem = self._problem or error.with_traceback(None)  # as in ``_keep_problem``
 
     def finish_backward(self, ω: Covector, without: frozenset[str]) -> None:
         """The estimates of the passes of this step that the user's backward pass came through."""

@@ -253,6 +253,7 @@ def worker(rank: int, folder: Path) -> None:
         found["strangers"] = [_stranger(first, rank) for first in (True, False)]
         found["alone"] = {name: _alone(make, rank) for name, make in ALONE.items()}
         found["freed"] = {name: _freed(make, rank) for name, make in ALONE.items()}
+        found["mismatched"] = _mismatched(rank)
         found["refreshed"] = _refreshed(rank)
         found["doubts"] = _doubts(rank)
         found["sharded"] = {name: _message(partial(_sharded, name)) for name in SHARDED}
@@ -388,6 +389,21 @@ def _freed(make: Callable[[nn.Module], ng.NaturalGradient], rank: int) -> bool:
         return "empty" in _message(step) and itself[0]() is None
     finally:
         gc.enable()
+
+
+def _mismatched(rank: int) -> list[Any]:
+    """What ``step`` says where the second process alone trains another loss than the one given; then θ."""
+    model = DistributedDataParallel(build(CASES["kfac"]))
+    opt = ng.KFAC(model, nn.CrossEntropyLoss(), strict=True)
+    x, t = data(rank)
+
+    def step(factor: float) -> None:
+        opt.zero_grad()
+        (factor * F.cross_entropy(model(x), t)).backward()
+        opt.step()
+
+    said = [_message(partial(step, factor)) for factor in (1.0 + 2.0 * rank, 1.0)]
+    return [*said, torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
 
 
 def _refreshed(rank: int) -> str:

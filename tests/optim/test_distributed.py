@@ -177,6 +177,14 @@ def test_an_optimizer_whose_step_all_processes_refused_is_freed_at_once(found: l
     assert [each["freed"][name] for each in found] == [True, True]
 
 
+def test_another_loss_in_one_process_is_raised_by_all_and_training_goes_on(found: list[dict[str, Any]]) -> None:
+    (first, *goes_on), (second, *also) = (each["mismatched"] for each in found)
+    assert second.startswith("LossMismatchError: the gradient at the outputs is 3 times that of CrossEntropyLoss()")
+    assert first == second.replace("Error: ", "Error: in process 1: ")
+    assert goes_on[0] == also[0] == "nothing was raised"
+    assert torch.equal(goes_on[1], also[1])
+
+
 def test_what_fails_when_one_process_refreshes_the_metric_is_raised_by_all(found: list[dict[str, Any]]) -> None:
     assert found[0]["refreshed"].startswith("NonFiniteError: at step 0: in process 1: the outputs are not finite")
     assert found[1]["refreshed"].startswith("NonFiniteError: at step 0: the outputs are not finite")
