@@ -77,7 +77,7 @@ class Polar(PlainRule):
             v, norms = self._polar(ω, sides)
         lengths = {name: self.rms * math.sqrt(max(_shape(t))) for name, t in v.items()}
         rescale_(v, ratios(lengths, v, torch.stack([norms[name] for name in v])))
-        return v
+        return Vector({name: t.to(ω[name].dtype) for name, t in v.items()})
 
     def scale(self, v: Vector, square: Tensor) -> None:
         return None
@@ -96,8 +96,10 @@ class Polar(PlainRule):
             X = polar(X, schedule=self._schedule(dtype), dtype=X.dtype)
             lengths = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.promote_types(dtype, torch.float32))
             norms |= zip((*wide, *tall), lengths.unbind(), strict=True)
+            # The sides of small gradients are beyond the range of float16, though the step is not.
+            held = torch.float32 if dtype == torch.float16 else dtype
             for side, Y in _on_their_sides(wide, tall, X):
-                stack = Y.new_empty(Y.shape, dtype=dtype)  # side by side, for one launch
+                stack = Y.new_empty(Y.shape, dtype=held)  # side by side, for one launch
                 scale_matrices_(stack, Y, _of(side, sides))
                 out |= {name: t.view(matrices[name].shape) for name, t in zip(side, stack.unbind(), strict=True)}
         return Vector({name: out[name] for name in matrices}), norms

@@ -192,3 +192,30 @@ def test_the_plan_of_the_identity_metric_is_free_and_its_diagnostics_are_steps()
     assert opt.last is not None
     length = torch.cat([δ.flatten() for δ in opt.last.displacement.values()]).norm()
     assert opt.diagnostics().step == pytest.approx(float(length))
+
+
+@pytest.mark.parametrize("unit", [2.0**-24, 2.0**-8], ids=["small", "large"])
+def test_steps_in_float16_are_those_of_exact_numbers_for_gradients_near_its_smallest(unit: float) -> None:
+    """Gradients k·unit with whole numbers k, exact in float16; the sides of the smaller ones are beyond its range."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 4, bias=False)).half())
+    opt = ng.NaturalGradient(
+        model,
+        ng.BatchGradient(),
+        structure=ng.Kronecker(largest=1, power=0.5),
+        solver=ng.Factored(),
+        step=ng.Polar(rms=0.4, iteration="minimax"),
+        damping=ng.Relative(1e-2),
+        lr=1.0,
+    )
+    before, random = [p.detach().double() for p in model.parameters()], torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.grad = (torch.randint(-100, 100, p.shape, generator=random) * unit).half()
+    opt.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert p.grad is not None
+        g = p.grad.double()
+        s, a = g.square().sum(1, keepdim=True), g.square().sum(0, keepdim=True)
+        sides = ((s + 1e-2 * s.mean()) * (a + 1e-2 * a.mean())) ** -0.25
+        v = sides * polar(sides * g)
+        v *= 0.4 * p.numel() ** 0.5 / v.norm()
+        torch.testing.assert_close(old - p.detach().double(), v, rtol=0.0, atol=2e-3)
