@@ -31,7 +31,7 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # those of 0.1.0; newer ones ("operations", "examples", "freshness", "outside", …) may be absent
+_ENTRIES: Kinds = {  # those of 0.1.0; newer ones ("operations", "examples", "counted", …) may be absent
     "metric": str,
     "structure": str,
     "solver": str,
@@ -62,15 +62,19 @@ _FRESHNESS: Kinds = {
 
 def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
     """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
+    weight = replace(tracker.weight)
+    if tracker.absorbed:  # passes of a step that is to be made, as after it
+        weight.end_step()
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
-    step_size = tracker.weight.step_size if tracker.world.size == 1 else 0
+    step_size = weight.step_size if tracker.world.size == 1 else 0
     inverse, freshness = preconditioner.inverse, preconditioner.freshness
     return {
         **_signature(tracker, preconditioner),
         "solver": _solver(preconditioner, tracker.structure.power),
         "dtype": str(tracker.model.example.dtype),
         "step": tracker.step,
-        "mass": (tracker.weight.total, step_size),
+        "mass": (weight.total, step_size),
+        "counted": tracker.absorbed,
         "estimated": tracker.estimated,
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
@@ -170,6 +174,8 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         tracker.outside, tracker.unreached = (frozenset(state.get(key, ())) for key in ("outside", "unreached"))
         tracker.weight.total, tracker.weight.step_size = state["mass"]
         tracker.discard()
+        if state.get("counted", False):
+            tracker.skip_counted()
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
         preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
         preconditioner.unseen = frozenset() if average is None else average.unseen

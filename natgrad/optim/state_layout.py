@@ -36,7 +36,7 @@ _NUMBERS = ("step", "estimated", "inverted", "inverse_damping", "outdated", "ran
 _FRESHNESS = ("since", "measured", "drift", "wait")
 _FLOATS = ("inverse_damping", "mass", "drift", "wait")  # an integer that is loaded into would cut them
 _HAS = ("has_operator", "has_inverse", "has_freshness")
-_HAS_MOMENTUM, _HAS_MOMENTS = 1 << len(_SETS), 2 << len(_SETS)
+_HAS_MOMENTUM, _HAS_MOMENTS, _COUNTED = (1 << at + len(_SETS) for at in range(3))
 
 
 def divided(
@@ -62,6 +62,7 @@ def divided(
     for name, state in states.items():
         bits = sum((name in entry[of]) << at for at, of in enumerate(_SETS))
         bits += _HAS_MOMENTUM * ("momentum" in state) + _HAS_MOMENTS * ("exp_avg" in state)
+        bits += _COUNTED * bool(entry["counted"])  # of all alike: the other numbers have no place in older states
         out[name]["flags"] = torch.tensor(bits)
     freshness = entry["freshness"]
     numbers = {name: entry[name] for name in _NUMBERS} | dict(zip(("mass", "step_size"), entry["mass"], strict=True))
@@ -77,7 +78,7 @@ def divided(
     out[first] |= {name: _number(name, value) for name, value in numbers.items()}
     out[first]["generator"] = entry["generator"].to(device, copy=True)
     out[first]["words"] = _bytes({name: entry[name] for name in words} | {"names": list(states)}, device)
-    placed = {*_OPERATORS, *_SETS, *_NUMBERS, *words, "mass", "freshness", "generator"}
+    placed = {*_OPERATORS, *_SETS, *_NUMBERS, *words, "mass", "counted", "freshness", "generator"}
     if others := {name: value for name, value in entry.items() if name not in placed and value}:
         out[first]["found"] = _bytes(others, device)
     return out
@@ -102,6 +103,7 @@ def joined(state: Mapping[str, Any]) -> Entry:
         raise ValueError(f"the state of {', '.join(missing)} is missing: {_HALF}")
     for name, key, of_param in zip(names, keys, mine, strict=True):
         bits = int(of_param["flags"])
+        entry["counted"] = bool(bits & _COUNTED)
         for at, of in enumerate(_SETS):
             entry[of] += [name] if bits >> at & 1 else []
         if not bits & _HAS_MOMENTUM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -113,6 +114,56 @@ def test_a_state_dict_is_a_snapshot() -> None:
     of.model.load_state_dict(weights)
     opt.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(_run(of, opt, range(2, 6)), expected, strict=True))
+
+
+AMID: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
+    "kfac": lambda m: ng.KFAC(m, ng.Euclidean()),
+    "kfac_of_a_loss": lambda m: ng.KFAC(m, nn.CrossEntropyLoss()),
+    "kfac_empirical": lambda m: ng.KFAC(m, ng.Empirical()),
+    "kfac_tuned": lambda m: ng.KFAC(m, ng.Euclidean(), step=ng.SelfTuned()),
+    "ekfac": lambda m: ng.EKFAC(m, ng.Euclidean()),
+    "sobolev_kfac": lambda m: ng.SobolevKFAC(m, ng.Euclidean()),
+    "natural_empirical": lambda m: ng.Natural(m, ng.Empirical()),
+}
+
+
+@pytest.mark.parametrize("after", ["forward", "backward", "refresh"])
+@pytest.mark.parametrize("name", AMID)
+def test_a_batch_whose_pass_was_made_before_the_state_was_saved_counts_once(name: str, after: str) -> None:
+    """The run that was saved goes on with its step; the run that is resumed begins the batch again."""
+    of, other = task("classes"), task("classes", seed=99)
+    opt, again = AMID[name](of.model), AMID[name](other.model)
+    batches = [task("classes", seed=seed) for seed in range(6)]
+    refreshes = after == "refresh" and "empirical" not in name
+
+    def make_step(of: Task, opt: ng.NaturalGradient, at: int, amid: Callable[[str], None]) -> Tensor:
+        if refreshes:
+            opt.refresh(batches[at].x, batches[at].t)
+        amid("refresh")
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(of.model(batches[at].x), batches[at].t)
+            amid("forward")
+            loss.backward()
+            amid("backward")
+            return loss
+
+        opt.step(closure)
+        return of.theta()
+
+    def save(when: str) -> None:
+        if when == after and not saved:
+            saved.append({"model": copy.deepcopy(of.model.state_dict()), "opt": opt.state_dict()})
+
+    saved: list[dict[str, Any]] = []
+    for at in range(3):
+        make_step(of, opt, at, lambda _: None)
+    expected = [make_step(of, opt, at, save) for at in range(3, 6)]
+    other.model.load_state_dict(saved[0]["model"])
+    again.load_state_dict(saved[0]["opt"])
+    got = [make_step(other, again, at, lambda _: None) for at in range(3, 6)]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_a_state_before_the_first_step_can_be_resumed() -> None:
