@@ -177,6 +177,28 @@ def test_a_first_step_that_a_scaler_leaves_out_is_forgotten(bad: int) -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("make", [ng.KFAC, ng.Natural])
+@pytest.mark.parametrize("divisor", [1, N])
+def test_sums_over_unequal_micro_batches_give_the_steps_of_the_joint_batch(
+    make: Callable[..., ng.NaturalGradient], divisor: int
+) -> None:
+    """Whether they are divided by the number of all examples or not."""
+    found = []
+    for sizes in ([N], [1, N - 1], [2, 3, N - 5]):
+        torch.manual_seed(0)
+        model = plain().double()
+        opt = make(model, ng.Empirical(reduction="sum"))
+        for _ in range(3):
+            opt.zero_grad()
+            x, t = torch.randn(N, 3, dtype=torch.float64), targets()
+            for inputs, labels in zip(x.split(sizes), t.split(sizes), strict=True):
+                (LOSS(model(inputs), labels, reduction="sum") / divisor).backward()
+            opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=1e-10, atol=1e-12)
+
+
 def test_accumulated_passes_count_by_their_examples() -> None:
     """In turns, or one backward pass through both; a pass without a backward pass counts for nothing."""
     found = []
