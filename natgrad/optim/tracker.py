@@ -436,11 +436,15 @@ class MetricTracker:
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
         # Before there is an average, the last pass decides what has a layer: it knows the layers of all others.
         passes = self._in_backward if self.average is not None else self._in_backward[::-1]
-        for n, estimate in passes:
-            if not estimate.arrived:
-                continue
-            with full_precision(self.model.example.device):
-                G = estimate.finish(sample, self.fresh)
+        arrived = [(n, estimate) for n, estimate in passes if estimate.arrived]
+        for at, (n, estimate) in enumerate(arrived, 1):
+            try:
+                with full_precision(self.model.example.device):
+                    G = estimate.finish(sample, self.fresh)
+            except NonFiniteError:
+                if not self.absorbed or at == len(arrived):
+                    raise
+                continue  # of a step that a GradScaler left out: the last pass is one of this step
             if self.absorbed:
                 self.average = G
             else:
@@ -449,7 +453,7 @@ class MetricTracker:
                 except NonFiniteError:
                     if self.fresh is None:
                         raise
-                    continue  # of a step that a GradScaler left out: the last pass is one of this step
+                    continue  # as above
             self._examples += n
         self._forget_backward()
 

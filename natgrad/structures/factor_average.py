@@ -23,12 +23,22 @@ class FactorAverage(FactorSink):
 
     ``numbers``: the number in ``average`` of each layer b of ``put``. A layer that is new has weight 1. Every group of
     a stacked layer has its own weight (``group_weights``), computed from A, which arrives before S. ``alone``: no
-    forward pass holds activations at the same time.
+    forward pass holds activations at the same time. ``lenient``: a factor that is not finite is left out, and
+    ``refuse_left_out`` raises; else ``put`` does.
     """
 
-    def __init__(self, average: LayerOperator, numbers: Sequence[int], weight: Scalar, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        average: LayerOperator,
+        numbers: Sequence[int],
+        weight: Scalar,
+        *,
+        alone: bool = False,
+        lenient: bool = False,
+    ) -> None:
         self.average, self.numbers = average, numbers
-        self._weight, self._alone = weight, alone
+        self._weight, self._alone, self._lenient = weight, alone, lenient
+        self._left_out: list[str] = []  # titles of layers
         self._group_weights: dict[int, Tensor] = {}
 
     @cached_property
@@ -45,7 +55,7 @@ class FactorAverage(FactorSink):
         return tuple(self.numbers), self.average.unseen, self.average.addresses
 
     def with_weight(self, weight: Scalar) -> FactorAverage:
-        return FactorAverage(self.average, self.numbers, weight, alone=self._alone)
+        return FactorAverage(self.average, self.numbers, weight, alone=self._alone, lenient=self._lenient)
 
     def put(self, b: int, side: Side, moment: Moment) -> None:
         number = self.numbers[b]
@@ -63,13 +73,20 @@ class FactorAverage(FactorSink):
             moment = Moment(moment.mean(), 1) if masked else moment
             self._averages.add(factor, moment.total, count=moment.count, weight=weight, is_moment=side != "D")
             return
-        if not moment.is_finite():
-            title = self.average.blocks[number].title
+        if moment.is_finite():
+            moment.average_into(factor, float(weight))
+            return
+        self._left_out.append(self.average.blocks[number].title)
+        if not self._lenient:
+            self.refuse_left_out()
+
+    def refuse_left_out(self) -> None:
+        """Raise if a factor was not finite."""
+        if self._left_out:
             raise NonFiniteError(
-                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
-                "or lower the learning rate"
+                f"the estimate of the metric of {', '.join(dict.fromkeys(self._left_out))} holds NaN or infinity, and "
+                "was not averaged: clean the batch, or lower the learning rate"
             )
-        moment.average_into(factor, float(weight))
 
     def flush(self) -> None:
         if "_averages" in vars(self):  # else nothing waits

@@ -378,7 +378,9 @@ class KroneckerInBackward(BackwardEstimate):
         self._average.same_layers(self._split.blocks)
         self._weight = self._weigh()
         numbers = {block.names: b for b, block in enumerate(self._average.blocks)}
-        return FactorAverage(self._average, [numbers[block.names] for block in self._split.used], self._weight)
+        # A backward pass whose loss has overflowed does not raise: a GradScaler makes no step with it.
+        used = [numbers[block.names] for block in self._split.used]
+        return FactorAverage(self._average, used, self._weight, lenient=True)
 
     @torch.no_grad()
     def finish(self, sample: GradientSample, like: Operator | None) -> KroneckerOperator:
@@ -394,6 +396,7 @@ class KroneckerInBackward(BackwardEstimate):
         sink = self._begun() if self._sink is None else self._sink  # no layer has a rule
         if isinstance(sink, FactorAverage):
             assert self._average is not None
+            sink.refuse_left_out()
             return self._average.absorbed(fallback, self._weight, unseen)
         assert isinstance(sink, FactorList)
         dtype, factors = self._layout.dtype, sink.factors

@@ -178,6 +178,27 @@ def test_a_first_step_that_a_scaler_leaves_out_is_forgotten(bad: int) -> None:
 
 
 @pytest.mark.parametrize("make", [ng.KFAC, ng.Natural])
+def test_a_later_step_that_a_scaler_leaves_out_raises_only_if_it_is_made(
+    make: Callable[..., ng.NaturalGradient],
+) -> None:
+    torch.manual_seed(0)
+    model = plain().double()
+    opt, x, t = make(model, ng.Empirical()), torch.randn(N, 3, dtype=torch.float64), targets()
+    before: list[Tensor] = []
+    for factor in (1.0, torch.inf, 1.0, torch.inf):
+        before = [p.detach().clone() for p in model.parameters()]
+        opt.zero_grad()
+        (factor * LOSS(model(x), t)).backward()
+        if factor == 1.0:
+            opt.step()
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+            assert not any(map(torch.equal, model.parameters(), before))
+    with pytest.raises(NonFiniteError, match="at step 2: the estimate of the metric of"):
+        opt.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("make", [ng.KFAC, ng.Natural])
 @pytest.mark.parametrize("divisor", [1, N])
 def test_sums_over_unequal_micro_batches_give_the_steps_of_the_joint_batch(
     make: Callable[..., ng.NaturalGradient], divisor: int
