@@ -321,7 +321,7 @@ class NaturalGradient(torch.optim.Optimizer):
         average: tuple[Callable[[Covector, Scalar], None], float] | None = None
         if self.tracker.sees_gradients:
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
-                self.flag.check(ω, "the gradient")
+                self.flag.check(grads, "the gradient")  # of AdamW's parameters, too: a step is refused as a whole
             if self._captures_metric(without_grad):
                 average = self.tracker.gradient_average()
             else:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import natgrad as ng
-from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 from tests import oracle
 from tests.optim.tasks import seeded
 
@@ -222,6 +222,20 @@ def test_training_in_bfloat16_stays_finite_and_learns(name: str) -> None:
         opt.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("where", ["hidden.weight", "hidden.bias"])  # with a metric, and stepped by AdamW
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_run_goes_on_as_if_a_step_that_was_refused_had_not_been(name: str, where: str) -> None:
+    model, other = _net(), _net()
+    opt, again = PRESETS[name](model, lr=0.01), PRESETS[name](other, lr=0.01)
+    _train(model, opt, range(3))
+    x, t = _batch(50)
+    F.cross_entropy(model(x), t).backward()
+    model.get_parameter(where).grad.view(-1)[0] = torch.nan  # type: ignore[union-attr]
+    with pytest.raises(NonFiniteError, match=f"the gradient of {where} holds NaN"):
+        opt.step()
+    assert torch.equal(_train(model, opt, range(3, 6)), _train(other, again, range(6)))
 
 
 # Zeros.
