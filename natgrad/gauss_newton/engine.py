@@ -216,7 +216,7 @@ class LeastSquares:
         self._prefix = "net." if isinstance(params, nn.Module) else ""
         self.velocity: Vector | None = None
         self._logger = OnceLogger()
-        self.rule.admit(self._model.params)
+        self.rule.admit({name.removeprefix(self._prefix): p for name, p in self._model.params.items()})
 
     @property
     def params(self) -> dict[str, Tensor]:

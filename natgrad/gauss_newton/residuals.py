@@ -86,8 +86,12 @@ def _rows(name: str, r: Any, points: tuple[Tensor, ...], params: Iterable[Tensor
     return r.reshape(1) if not points and r.ndim == 0 else r
 
 
-class _Evaluated(nn.Module):
-    """The residuals as a module around the network, so that the layers of the network are seen."""
+@final
+class ResidualsOfNetwork(nn.Module):
+    """The residuals as a module around the network, so that the layers of the network are seen.
+
+    Errors about NaN print the name of this class.
+    """
 
     def __init__(self, name: str, net: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -184,7 +188,8 @@ def _named(residuals: Any) -> Iterator[tuple[str, Any]]:
 
 def _model(name: str, function: Callable[..., Tensor], params: nn.Module | Mapping[str, Tensor]) -> Model:
     if isinstance(params, nn.Module):
-        return Model.of(_Evaluated(name, params, function))
+        Model.of(params)  # refuses parameters under the names that they have in the network
+        return Model.of(ResidualsOfNetwork(name, params, function))
     if not isinstance(params, Mapping):
         raise TypeError(
             f"LeastSquares(residuals, params): params is a module, or a dict of tensors by name, not "

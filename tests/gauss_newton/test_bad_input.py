@@ -35,6 +35,36 @@ def test_residuals_that_are_nan_at_the_start_are_named() -> None:
         ng.LeastSquares(ng.Residuals(plain, x), network(2, 5, 1)).step()
 
 
+def test_a_function_that_returns_nan_is_named() -> None:
+    residuals = ng.Residuals(lambda net, x: (-net(x).square() - 1).log(), grid(4))
+    with pytest.raises(NonFiniteError, match=r"first layer with NaN or infinity is the model \(ResidualsOfNetwork\)"):
+        ng.LeastSquares(residuals, network(2, 5, 1)).step()
+
+
+def _mixed(net: nn.Sequential) -> nn.Module:
+    net[0].float()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        (lambda net: net.requires_grad_(False), "the module Sequential has no trainable parameters"),
+        (lambda net: net.to("meta"), r"the module Sequential: 0\.weight, .* on the meta device"),
+        (_mixed, r"the module Sequential mixes dtypes: 0\.weight is torch.float32"),
+    ],
+)
+def test_parameters_are_refused_by_their_names_in_the_network(changed: Callable[[Any], nn.Module], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ng.LeastSquares(ng.Residuals(plain, grid(4)), changed(network(2, 5, 1)))
+
+
+def test_a_rule_for_matrices_asks_for_another_rule() -> None:
+    match = r"fewer than two axes: 0\.bias, 2\.bias\. .* elsewhere, take another step rule"
+    with pytest.raises(IncompatibleError, match=match):
+        ng.LeastSquares(ng.Residuals(plain, grid(4)), network(2, 5, 1), step=ng.Polar())
+
+
 @pytest.mark.parametrize("rule", [ng.LevenbergMarquardt(), ng.GridSearch(), ng.Armijo(), ng.GeodesicSearch()])
 def test_a_trial_step_that_is_nan_is_shortened_and_the_reason_kept(rule: StepRule) -> None:
     θ = {"a": torch.tensor([4.0]).double()}

@@ -174,7 +174,10 @@ def test_a_rule_that_asks_for_the_batch_has_none_in_the_identity_metric() -> Non
 
 def test_parameters_that_are_no_matrices_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    match = r'Polar is for matrices, and these have fewer than two axes: 0\.bias, 1\.weight, 1\.bias\. fallback="adamw"'
+    match = (
+        r"Polar is for matrices, and these have fewer than two axes: 0\.bias, 1\.weight, 1\.bias\. "
+        r'NaturalGradient\(fallback="adamw"\) gives them to AdamW'
+    )
     for rule in (ng.Polar(), ng.Constrained(ng.Polar(), ng.Clipping({}))):
         with pytest.raises(ng.errors.IncompatibleError, match=match):
             ng.NaturalGradient(model, ng.Euclidean(), step=rule)
