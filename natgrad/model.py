@@ -480,10 +480,36 @@ def check_slots(**slots: tuple[Any, type]) -> None:
     for slot, (value, kind) in slots.items():
         if isinstance(value, kind):
             continue
-        got = f"the class {value.__name__}: write {value.__name__}(…)" if isinstance(value, type) else repr(value)
-        hint = getattr(value, "as_metric", None)  # a family knows the metric that it was meant to be
-        if slot == "metric" and hint is not None:
-            got += f", {hint}"
-        elif slot == "metric" and callable(value) and not isinstance(value, type):
-            got += ", a function: write Empirical(…), or Fisher(family) of the distribution whose −log p is the loss"
-        raise TypeError(f"{slot} must be a natgrad {kind.__name__}, got {got}")
+        raise TypeError(f"{slot} must be a natgrad {kind.__name__}, got {_described(slot, value, kind)}")
+
+
+_ORIGINS = {  # what is computed, and so cannot be written down in its place
+    "Pullback": "ng.pullback(model, x, metric)",
+    "Operator": "ng.Kernel().estimate(pullback)",
+    "Covector": "ng.differential(model, loss)",
+}
+_SLOTS = {"OutputMetric": "metric", "Structure": "structure", "Solver": "solver", "StepRule": "step"}
+
+
+def _described(slot: str, value: Any, kind: type) -> str:
+    """What was given, with the fix."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}: write {value.__name__}(…)"
+    text = repr(value)
+    if isinstance(value, (Tensor, nn.Module)) or len(text) > 200:  # a dataclass of tensors would fill the screen
+        text = f"a {type(value).__name__}"
+    if kind.__name__ in _ORIGINS:
+        return f"{text}: {_ORIGINS[kind.__name__]} makes one"
+    belongs = next((_SLOTS[base.__name__] for base in type(value).__mro__ if base.__name__ in _SLOTS), slot)
+    if belongs != slot:
+        return f"{text}, which belongs to {belongs}="
+    if kind.__name__ != "OutputMetric":
+        return text
+    hint = getattr(value, "as_metric", None)  # a family knows the metric that it was meant to be
+    if hint is not None:
+        return f"{text}, {hint}"
+    if isinstance(value, Tensor):
+        return f"{text}: give the loss itself, such as nn.CrossEntropyLoss(), and not its value"
+    if callable(value):
+        return f"{text}, a function: write Empirical(…), or Fisher(family) of the distribution whose −log p is the loss"
+    return f"{text}: give a metric, such as Fisher(Categorical()), or the loss, such as nn.CrossEntropyLoss()"

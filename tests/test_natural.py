@@ -182,6 +182,12 @@ REFUSED = [
     (lambda m, x: _one_call(m, x, structure=ng.Pinv()), TypeError, "structure must be a natgrad Structure, got Pinv"),
     (lambda m, x: _sharp(m, x, solver=ng.CG), TypeError, r"solver must be .* write CG\("),
     (lambda m, x: _sharp(m, x, swapped=True), TypeError, "G must be a natgrad Operator, got Covector"),
+    (
+        lambda m, x: ng.sharp(ng.pullback(m, x, FISHER), ng.differential(m, m(x).sum())),  # type: ignore[arg-type]
+        TypeError,
+        r"Operator, got a Pullback: ng\.Kernel\(\)\.estimate\(pullback\) makes one",
+    ),
+    (lambda m, x: ng.diagnose(m), TypeError, r"got a Sequential: ng\.pullback\(model, x, metric\) makes one"),
     (lambda m, x: ng.natural_gradient(m, x / 0, lambda y: y.sum(), FISHER), ng.errors.NonFiniteError, "not finite"),
 ]
 
