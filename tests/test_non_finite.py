@@ -71,6 +71,13 @@ def test_a_metric_that_is_not_finite_is_refused_by_every_structure(name: str) ->
     assert bool(of.theta().isfinite().all())
 
 
+def test_logits_of_minus_infinity_are_to_be_masked() -> None:
+    model = nn.Linear(2, 3).double()
+    model.register_forward_hook(lambda _m, _x, y: y.masked_fill(torch.tensor([False, False, True]), -torch.inf))
+    with pytest.raises(NonFiniteError, match=r"If −inf excludes a class, .* Fisher\(Masked\(Categorical\(\)\)\)"):
+        ng.pullback(model, torch.ones(3, 2, dtype=torch.float64), ng.Fisher(ng.Categorical()))
+
+
 def test_a_metric_that_is_not_finite_at_the_outputs_is_named() -> None:
     model = nn.Linear(2, 1).double()
     model.bias.data.fill_(800.0)  # e^800

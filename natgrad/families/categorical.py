@@ -114,6 +114,7 @@ class Categorical(ExponentialFamily):
         # Σ (q − p) = 0 is added: each term is p(δ + e^−δ − 1) ≥ 0, and those of near points keep their digits.
         near = δ.clamp(-1, 1)
         each = torch.where(δ == near, p * (δ + torch.expm1(-near)), p * δ + log_q.exp() - p)
+        each = torch.where(log_p == -torch.inf, log_q.exp(), each)  # 0 log 0 = 0, for logits of −inf
         return over_terms(each.sum(-1))
 
     # As a distribution

@@ -399,7 +399,17 @@ def check_outputs(model: Model, x: Inputs, y: Tensor) -> None:
     """Raise if an output is not finite, naming the first module whose output is not."""
     if bool(torch.isfinite(y.detach()).all()):
         return
-    raise NonFiniteError(f"the outputs are not finite; {_origin(model, x)}. Nothing was changed")
+    raise NonFiniteError(f"the outputs are not finite; {_origin(model, x)}. {_masked(y)}Nothing was changed")
+
+
+def _masked(y: Tensor) -> str:
+    """What to do about logits of −inf, which exclude a class on purpose."""
+    if not bool((y.isfinite() | (y == -torch.inf)).all()):
+        return ""
+    return (
+        "If −inf excludes a class, return finite logits, and give Fisher(Masked(Categorical())) with the target "
+        "Mask(actions=…), both of ng.families. "
+    )
 
 
 def _origin(model: Model, x: Inputs) -> str:

@@ -274,3 +274,13 @@ def test_families_compare_by_value() -> None:
     for one, other in pairs:
         assert one == other
     assert ng.Gaussian(2.0) != ng.Gaussian(1.0)
+
+
+def test_the_kl_divergence_of_classes_without_probability() -> None:
+    never = -torch.inf
+    y = torch.tensor([[0.0, 1.0, never], [0.0, 1.0, never], [0.0, 1.0, 2.0], [0.0, never, never]], dtype=torch.float64)
+    y2 = torch.tensor([[0.3, 2.0, never], [0.3, 2.0, 0.5], [0.0, 1.0, never], [5.0, never, 1.0]], dtype=torch.float64)
+    expected = D.kl_divergence(D.Categorical(logits=y), D.Categorical(logits=y2))
+    close(ng.Categorical().kl(y, y2), expected, 1e-12)
+    slope = torch.func.grad(lambda y2: ng.Categorical().kl(y[:2], y2).sum())(y2[:2])
+    close(slope, (y2.softmax(1) - y.softmax(1))[:2], 1e-12)
