@@ -17,8 +17,10 @@ from torch.distributions import (
     TransformedDistribution,
     kl_divergence,
 )
+from torch.distributions import Wishart as TorchWishart
 
 from natgrad.families.base import Family, over_terms, seeded
+from natgrad.families.wishart import Wishart
 from natgrad.linalg import symmetric_root
 
 _TOGETHER = 8  # samples whose scores share a backward pass, whose cost grows with their number squared
@@ -94,7 +96,7 @@ class FromDistribution(Family):
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         p, q = self.build(y), self.build(y2)
         try:
-            return over_terms(kl_divergence(p, q))
+            return over_terms(_divergence(p, q))
         except NotImplementedError:  # torch has no formula: sum over the support
             t = _support(p)
         log_p = p.log_prob(t)
@@ -129,10 +131,22 @@ class FromDistribution(Family):
         if isinstance(base, Laplace):
             return False  # KL contains |μ − μ0|, whose second derivative autograd takes to be 0
         try:
-            kl_divergence(p, q)
+            _divergence(p, q)
         except NotImplementedError:  # torch has no formula
             return False
         return True
+
+
+def _divergence(p: Distribution, q: Distribution) -> Tensor:
+    """KL(p ‖ q) of torch, except for Wishart: torch's general formula sums its degrees of freedom over the batch."""
+    if isinstance(p, Independent) and isinstance(q, Independent):
+        each, axes = _divergence(p.base_dist, q.base_dist), p.reinterpreted_batch_ndims
+        if axes == q.reinterpreted_batch_ndims:
+            return each.flatten(-axes).sum(-1) if axes else each
+    if isinstance(p, TorchWishart) and isinstance(q, TorchWishart):
+        family = Wishart()
+        return family.bregman(family.from_distribution(q), family.from_distribution(p))
+    return kl_divergence(p, q)
 
 
 def _each(log_p: Tensor) -> Tensor:

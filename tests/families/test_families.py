@@ -263,6 +263,25 @@ def test_kl_of_an_enumerable_distribution_is_the_sum_over_its_support() -> None:
     close(FromDistribution(Quadratic).kl(y, y2), (log_p.exp() * (log_p - log_q)).sum((1, 2)), 1e-12)
 
 
+def _wishart(y: Tensor) -> D.Distribution:
+    return D.Wishart(y[..., 0].exp() + 3, covariance_matrix=torch.diag_embed(y[..., 1:].exp()))
+
+
+@pytest.mark.parametrize(
+    "build", [_wishart, lambda y: D.Independent(_wishart(y), 1), lambda y: D.Independent(_wishart(y), 0)]
+)
+def test_kl_of_wishart_distributions_is_that_of_the_family(build: Callable[[Tensor], D.Distribution]) -> None:
+    """That of torch is wrong for batches, and needs gradients."""
+    y, y2, family = normal(2, 3, 3), normal(2, 3, 3, seed=1), ng.families.Wishart()
+    η, η2 = (family.from_distribution(_wishart(z)) for z in (y, y2))
+    with torch.no_grad():
+        close(FromDistribution(build).kl(y, y2), family.kl(η, η2), 1e-12)
+    u = normal(2, 3, 3, seed=2)
+    velocity = torch.func.jvp(lambda z: family.from_distribution(_wishart(z)), (y,), (u,))[1]
+    length = (velocity * family.fisher(η).flat(velocity)).sum()
+    close((u * ng.Fisher(build).flat(y, u)).sum(), length, 1e-9)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_a_scale_is_positive(scale: float) -> None:
     with pytest.raises(ValueError, match=r"Gaussian\(scale=…\) must be positive, or None to learn it, got"):
