@@ -258,6 +258,11 @@ class ClassLoss(TermLoss):
         if weight is None:
             w = valid.to(y.dtype)
             return Terms(self._reduced(w, w.sum()), axis)
+        if can_read(t) and bool((valid & ((t < 0) | (t >= len(weight)))).any()):
+            raise ValueError(
+                f"targets from {int(t.min())} to {int(t.max())} for {len(weight)} classes: they are 0 to "
+                f"{len(weight) - 1}, or ignore_index = {loss.ignore_index}"
+            )
         of_class = weight.to(y)[t.where(valid, 0)] * valid
         return Terms(self._reduced((1 - ε) * of_class + ε * weight.to(y).mean() * valid, of_class.sum()), axis)
 
@@ -300,6 +305,8 @@ class ClassLoss(TermLoss):
         if self.axis is not None:
             return self.axis
         if y.ndim == 2:
+            if target is not None:
+                self._axis_of_target(y, target)  # raises if they do not belong together
             return 1
         if _is(self.loss, nn.KLDivLoss):
             raise ValueError(

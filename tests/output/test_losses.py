@@ -568,3 +568,17 @@ def test_the_natural_gradient_of_a_loss_in_its_own_metric() -> None:
     v = ng.natural_gradient(net, x, F.cross_entropy(net(x), t), F.cross_entropy, target=t, damping=0.1)
     expected = torch.linalg.solve(G + 0.1 * torch.eye(len(G), dtype=G.dtype), ω)
     torch.testing.assert_close(torch.cat([p.flatten() for p in v.values()]), expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        (torch.tensor([0, 1]), r"targets of shape \(2,\) do not belong to outputs of shape \(4, 3\)"),
+        (torch.tensor([0, 1, 2, 5]), "targets from 0 to 5 for 3 classes: they are 0 to 2, or ignore_index = -100"),
+        (torch.tensor([0, 1, 2, -1]), "targets from -1 to 2 for 3 classes"),
+    ],
+)
+def test_targets_that_are_no_classes_of_the_outputs_are_refused(target: Tensor, match: str) -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    with pytest.raises(ValueError, match=match):
+        ng.Dense().estimate(ng.pullback(nn.Linear(2, 3), torch.ones(4, 2), loss, target=target))
