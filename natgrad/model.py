@@ -161,6 +161,11 @@ class Model:
             named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
             _check_parameters(named, f"the module {type(model).__name__}")
             return Model(model, named, output, examples, heads)
+        if not callable(model):
+            raise TypeError(
+                f"the model is an nn.Module or a function f(params, x), not a {type(model).__name__}: give the model "
+                "first, then the inputs"
+            )
         if params is None:
             raise TypeError("a pure function f(params, x) needs params=, a mapping from names to tensors")
         _check_parameters(params, "params=")

@@ -44,6 +44,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no parameters": (lambda: Model.of(nn.Tanh()), ValueError, "module Tanh has no trainable parameters"),
     "no params": (lambda: Model.of(f, {}), ValueError, "params= has no trainable parameters"),
     "params= of a module": (lambda: Model.of(linear(), {"w": X}), TypeError, "a module has its own parameters"),
+    "inputs first": (lambda: Model.of(cast(Any, X)), TypeError, "not a Tensor: give the model first, then the inputs"),
     "function without params=": (lambda: Model.of(f), TypeError, r"f\(params, x\) needs params="),
     "mixed dtypes": (lambda: Model.of(mixed()), ValueError, "mixes dtypes: 0.weight is torch.float32 and 1.weight is"),
     "mixed devices": (lambda: Model.of(f, {"w": X, "m": X.to("meta")}), ValueError, "mixes devices: w is cpu and m is"),

@@ -362,6 +362,8 @@ class ExponentialFamily(Family):
 
     def _check_shape(self, point: Tensor, what: str) -> None:
         name = type(self).__name__
+        if not isinstance(point, Tensor):
+            raise TypeError(f"{what} of {name} must be a tensor, got a {type(point).__name__}: write torch.tensor(…)")
         if not point.is_floating_point():
             raise TypeError(f"{what} of {name} must be floating-point numbers, got {point.dtype}")
         if self.axes and point.ndim == 0:

@@ -289,6 +289,11 @@ class NaturalGradient(torch.optim.Optimizer):
         """One step. Returns the loss of the closure, detached, if there is one."""
         if closure is None and self._prepared():
             return None
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"opt.step takes a closure, a function that computes the loss and its gradient, not a "
+                f"{type(closure).__name__}: call loss.backward() and opt.step()"
+            )
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         self.tracker.world.refuse_join()

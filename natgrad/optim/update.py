@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
@@ -54,8 +55,12 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
         strange = [p for p in group["params"] if id(p) not in names]
         if strange:
             raise ValueError(
-                f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model"
+                f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model: take "
+                "them from this model, and leave frozen ones out"
             )
+    counts = Counter(id(p) for group in given for p in group["params"])
+    if several := [names[at] for at, count in counts.items() if count > 1]:
+        raise ValueError(f"{', '.join(several)}: in several parameter groups, or twice in one. Leave it in one of them")
     taken = {id(p) for group in given for p in group["params"]}
     rest = [p for p in model.params.values() if id(p) not in taken]
     return ([{"params": rest}] if rest else []) + given

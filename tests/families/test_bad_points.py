@@ -1,6 +1,7 @@
 """Bad input to an exponential family: every message says which entry, which bound, and what to do."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +180,9 @@ def test_points_of_a_wrong_size_say_what_the_last_axis_holds(
 
 
 def test_points_that_are_no_points_are_refused() -> None:
+    numbers: Any = [1.0, -2.0]
+    with pytest.raises(TypeError, match=r"eta of Gamma must be a tensor, got a list: write torch\.tensor\(…\)"):
+        f.Gamma().mean(numbers)
     with pytest.raises(TypeError, match=r"eta of Poisson must be floating-point numbers, got torch.int64"):
         f.Poisson().mean(t(1))
     with pytest.raises(

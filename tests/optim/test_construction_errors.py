@@ -34,6 +34,12 @@ def _linear(**options: Any) -> ng.NaturalGradient:
     return ng.NaturalGradient(nn.Linear(2, 2), options.pop("metric", ng.Euclidean()), **options)
 
 
+def _twice() -> object:
+    model = nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": model.parameters(), "lr": 0.1}]
+    return ng.Natural(model, groups=groups)
+
+
 CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ng.NaturalGradient(nn.Tanh(), ng.Euclidean()), ValueError, "the module Tanh has no trainable parameters"),
     (lambda: ng.pullback(nn.Tanh(), torch.ones(1, 1), ng.Euclidean()), ValueError, "no trainable parameters"),
@@ -59,6 +65,7 @@ CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     ),
     (lambda: _linear(groups=[{"params": [], "wd": 0, "eps": 1}]), ValueError, "group holds eps, wd, .* weight_decay"),
     (lambda: _linear(groups=[{"params": [torch.ones(1)]}]), ValueError, "1 tensors that are not trainable parameters"),
+    (_twice, ValueError, r"weight, bias: in several parameter groups, or twice in one\. Leave it in one of them"),
     (lambda: _linear(metric=ng.Euclidean), TypeError, r"metric must be .*OutputMetric.* write Euclidean\(…\)"),
     (
         lambda: _linear(metric="fisher"),

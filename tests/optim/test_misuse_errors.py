@@ -182,3 +182,12 @@ def test_outputs_that_are_changed_in_place_before_their_loss_are_named(preset: A
     opt.zero_grad()
     F.cross_entropy(change(model(x).clone()), torch.arange(6) % 3).backward()
     opt.step()
+
+
+def test_a_loss_is_no_closure() -> None:
+    model = nn.Linear(3, 2)
+    opt = ng.Natural(model)
+    loss: Any = model(torch.ones(4, 3)).square().mean()
+    loss.backward()
+    with pytest.raises(TypeError, match=r"takes a closure, .* not a Tensor: call loss\.backward\(\) and opt\.step\(\)"):
+        opt.step(loss)
