@@ -140,7 +140,7 @@ def diagnose(
     default up to 2,048 of them, within the memory bound of the pullback. For networks of real size ``"lanczos"`` needs
     ``probes`` × ``steps`` products with G, and reports the rank with an error (``natgrad.spectral_density``).
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 3).double()
     >>> x = torch.randn(8, 2, dtype=torch.float64)
     >>> print(ng.diagnose(ng.pullback(model, x, ng.Fisher(ng.Categorical()))).rank)  # 9, less one constant a column

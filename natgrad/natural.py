@@ -23,7 +23,8 @@ from natgrad.structures.implicit import HessianOperator
 def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: Damping = 0.0) -> Vector:
     """ω♯ = (G + λ)⁻¹ω, or G⁺ω with ``solver=Pinv()``; an ascent vector (Grosse 2021, section 6.1).
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Linear(2, 1)
     >>> G = ng.Dense().estimate(ng.pullback(model, torch.randn(8, 2), ng.Euclidean()))
     >>> ω = ng.differential(model, model(torch.ones(1, 2)).sum())
@@ -55,7 +56,8 @@ def natural_gradient(
     ``loss``: a scalar tensor computed from the model, or a function of the outputs y. The other arguments are
     the slots, and what ``pullback`` takes.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
     >>> loss = lambda y: nn.functional.cross_entropy(y, t)
     >>> ng.natural_gradient(model, x, loss, ng.Fisher(ng.Categorical()), damping=1e-3)
@@ -89,8 +91,10 @@ def hessian(
     generalised Gauss–Newton matrix; the second one can be negative, and H with it. At an exact fit the second term is
     zero.
 
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
-    >>> H = hessian(model, x, lambda y: nn.functional.cross_entropy(y, t))
+    >>> H = ng.hessian(model, x, lambda y: nn.functional.cross_entropy(y, t))
     >>> H.dense().shape, H.differential  # a loss that is convex in the parameters: H is the metric
     (torch.Size([9, 9]), Covector(weight: (3, 2), bias: (3,)))
     """

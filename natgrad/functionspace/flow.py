@@ -76,7 +76,8 @@ def gradient_flow(
     many times, from 0 to ``time``, the path is kept. ``structure`` and ``solver`` are those of the natural gradient, by
     default ``Dense`` and ``Pinv``.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     >>> x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=torch.float64)
     >>> flow = ng.functionspace.gradient_flow(

@@ -175,7 +175,8 @@ class LeastSquares:
     only short steps do. It starts at ``damping``, by default a thousandth of the mean eigenvalue of G. ``solver``: for
     ``Implicit`` and layered structures. The attributes ``lr`` and ``rule`` may be set between two steps.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     >>> x = torch.linspace(0, 1, 50).double()[:, None]
     >>> fit = ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - (6 * x).sin(), x), net)

@@ -26,7 +26,8 @@ class GaussNewton(torch.optim.Optimizer):
     that the first step chooses. ``opt.last`` is the record of the last step. The other arguments are those of
     ``LeastSquares``.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.rand(50, 1).double()
     >>> opt = ng.GaussNewton(net, ng.Residuals(lambda net, x: net(x) - x.exp(), x))
     >>> losses = [float(opt.step()) for _ in range(20)]

@@ -106,7 +106,8 @@ def certify(
     examples. ``seed`` (or ``Bases``) and ``keep`` are those of ``reparametrise``. ``output`` extracts the output tensor
     from what the model returns. ``tolerance``: the largest relative difference that counts as rounding.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.randn(64, 2, dtype=torch.float64)
     >>> sgd = ng.invariance.certify(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), model, batch, steps=3)
@@ -146,7 +147,8 @@ def damping_sweep(
 ) -> Sweep:
     """The certificates of ``make_optimizer(model, damping)`` for several dampings.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
     >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.rand(64, 2, dtype=torch.float64)
     >>> make = lambda model, damping: ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=damping)

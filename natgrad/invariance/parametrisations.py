@@ -83,7 +83,8 @@ def compare(
     ``loss`` is a function of the outputs. By default the metric is Euclidean and the inverse is Moore–Penrose.
     ``params`` and ``other_params`` belong to pure functions, ``output`` and ``other_output`` extract the outputs.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> line = nn.Linear(2, 1).double()
     >>> deep = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()  # lines, with ten parameters more
     >>> with torch.no_grad():

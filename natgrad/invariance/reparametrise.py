@@ -153,7 +153,8 @@ def reparametrisation(
     rounding, and the gap on the parameters is not. With ``damping`` the gaps show how much damping breaks the
     invariance.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     >>> double = lambda θ: {name: 2 * p + p**3 for name, p in θ.items()}
     >>> x = torch.randn(4, 2, dtype=torch.float64)

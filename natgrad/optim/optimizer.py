@@ -104,7 +104,8 @@ class NaturalGradient(torch.optim.Optimizer):
     as a loss, the first step compares the gradient at the outputs with that of this loss, and a warning reports another
     loss. ``strict=True`` turns these warnings into errors.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
     >>> opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), lr=0.5, damping=1e-2)
     >>> for _ in range(3):
@@ -247,7 +248,8 @@ class NaturalGradient(torch.optim.Optimizer):
         The forward passes until the next step are then ignored. So a model with batch normalisation or dropout can
         train in training mode with its metric in evaluation mode:
 
-        >>> import natgrad as ng
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
         >>> model, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.1)), torch.randn(32, 4)
         >>> opt = ng.NaturalGradient(model, ng.Euclidean())
         >>> with ng.evaluating(model):

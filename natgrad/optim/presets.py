@@ -91,6 +91,7 @@ def KFAC(
     Call the model under ``torch.no_grad()`` to evaluate it.
 
     >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
     >>> opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), lr=0.1)
@@ -235,6 +236,7 @@ def SobolevKFAC(
     averaged as those of ``KFAC`` are. Equal examples count as one.
 
     >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> x = torch.randn(32, 4)
     >>> opt = ng.SobolevKFAC(model, ng.Euclidean(), lr=0.1, lengthscale=2.0)
@@ -325,6 +327,7 @@ def Natural(
     … before. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
     >>> opt = ng.Natural(model, lr=1e-2)
@@ -394,6 +397,7 @@ def Shampoo(
     those of ``Natural``.
 
     >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
     """
     return NaturalGradient(
@@ -438,7 +442,8 @@ def StochasticReconfiguration(
     ``step=ng.Spring(norm=…)`` adds the projected momentum of SPRING (Goldshlager et al. 2024). The other arguments are
     those of ``NaturalGradient``.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> psi = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> opt = ng.StochasticReconfiguration(psi, step=ng.Spring())
     >>> x, e = torch.randn(16, 4).sign(), torch.randn(16)  # samples, and their local energies
@@ -500,6 +505,7 @@ def SOAP(
     matrices with one row or column.
 
     >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
     """
     return NaturalGradient(
@@ -543,6 +549,7 @@ def Muon(
     ``Natural``, ``iteration`` is that of ``Polar``.
 
     >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> opt = ng.Muon(nn.Linear(4, 3), lr=3e-3)
     """
     return NaturalGradient(

@@ -149,7 +149,7 @@ def plan(
 
     ``groups``: the parameter groups, with their numbers, of which the damping is of the kind that was ``given``.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
     >>> found = ng.KFAC(model, ng.Fisher(ng.Categorical())).plan()
     >>> [(row.names, row.rule, dict(row.factors)) for row in found.rows][1]
@@ -401,7 +401,7 @@ class Diagnostics:
 def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: Step | None) -> Diagnostics:
     """Look at the metric and the last step. It waits for the device and computes eigenvalues: call it now and then.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     >>> opt = ng.KFAC(model, ng.Fisher(ng.Gaussian()))
     >>> model(torch.randn(32, 4)).square().sum().backward()

@@ -31,7 +31,7 @@ class BatchGradient(OutputMetric):
     gradient counts in full. Where all gradients so far were zero, G is zero on that parameter, and with a damping so is
     the step.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> opt = ng.NaturalGradient(model, ng.BatchGradient(), structure=ng.Diagonal())
     >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()

@@ -511,7 +511,8 @@ def pullback(
     blocks of t rows do not. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
     it. ``rules``: your own layer rules, which take precedence over those of the library.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model = nn.Linear(2, 3)
     >>> pb = ng.pullback(model, torch.randn(5, 2), ng.Fisher(ng.Categorical()))
     >>> ng.Dense().estimate(pb).dense().shape

@@ -103,7 +103,7 @@ class SparseGP(LatentGaussian):
 
     ``jitter`` times the largest entry of the diagonal of k(z, z) is added to that diagonal.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> x = torch.linspace(0, 1, 20).unsqueeze(1)
     >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.3), ng.vi.GaussianNoise(0.01), inducing=x[::4])
     >>> before = gp.elbo(x, x[:, 0].sin())

@@ -92,7 +92,8 @@ class Laplace:
     one. ``Implicit`` needs one CG solve per sample, and has no determinant. The parameters of the model are copied, and
     never changed.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model, x = nn.Linear(2, 1), torch.randn(20, 2)
     >>> posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=0.1)), prior_precision=2.0)
     >>> posterior.sample(7)["weight"].shape

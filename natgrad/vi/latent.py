@@ -231,7 +231,7 @@ def ascend(
     A step that would lower the bound is halved, and says so. With Gaussian noise the first step is the optimum
     (Titsias 2009), and the second one only confirms it.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> x = torch.linspace(0, 1, 30).unsqueeze(1)
     >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.3), ng.vi.BernoulliLogit(), inducing=x[::5])
     >>> ascent = ng.vi.ascend(gp, x, (x[:, 0] > 0.5).float())
@@ -291,7 +291,7 @@ def learn(
     gradient until a step gains less than ``tolerance`` nats (one step, with Gaussian noise), and L-BFGS moves the
     hyperparameters. It ends after about ``steps`` evaluations, or when no entry of the gradient exceeds ``tolerance``.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> x = torch.linspace(0, 1, 20).unsqueeze(1)
     >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(1.0), ng.vi.GaussianNoise(1.0), inducing=x[::4])
     >>> bounds = ng.vi.learn(gp, x, (6 * x[:, 0]).sin(), steps=20)
@@ -344,7 +344,7 @@ class BayesianLinear(LatentGaussian):
 
     Bayesian logistic regression is the likelihood ``BernoulliLogit()``. There is no bias: append a column of ones to x.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> x = torch.tensor([[1.0, -2.0], [1.0, -1.0], [1.0, 1.0], [1.0, 2.0]])
     >>> model = ng.vi.BayesianLinear(ng.vi.BernoulliLogit(), features=2, prior_precision=1.0)
     >>> ascent = ng.vi.ascend(model, x, torch.tensor([0.0, 0.0, 1.0, 1.0]))

@@ -83,7 +83,8 @@ class VariationalNetwork:
     Expectations are means over ``pairs`` of samples μ ± ε: terms that are odd in ε cancel, and linear models are
     exact. The first step, before there is a Λ, is taken at μ itself. Between steps the model's parameters are μ.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
     >>> model, x, y = nn.Linear(2, 1), torch.randn(20, 2), torch.randn(20, 1)
     >>> metric, prior = ng.Fisher(ng.Gaussian()), ng.vi.Prior(precision=1.0, examples=20)
     >>> net = ng.vi.VariationalNetwork(model, metric, ng.Kronecker(), prior, rates=ng.vi.Rates(1.0, 1.0))

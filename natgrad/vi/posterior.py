@@ -205,7 +205,7 @@ class Posterior:
 
     Without ℓ, η̂ is the exact posterior, whatever η was.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> gamma, data = ng.families.Gamma(), torch.tensor([2.0, 0.0, 4.0])
     >>> prior = torch.tensor([0.0, -1.0])  # shape 1, rate 1
     >>> posterior = ng.vi.Posterior(gamma, prior=prior, sites=ng.vi.PoissonRate().sites(data))
@@ -359,7 +359,7 @@ def fit(
 ) -> Fit:
     """Natural-gradient variational inference from η on; every iterate is a distribution.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> y, beta = torch.tensor([1.0, 1.0, 0.0]), ng.families.Beta()
     >>> log_joint = lambda z: (y * z.log()[..., None] + (1 - y) * (1 - z).log()[..., None]).sum(-1)  # a flat prior
     >>> ng.vi.fit(ng.vi.Posterior(beta, log_joint), torch.zeros(2), steps=2).eta.round(decimals=3)
