@@ -21,6 +21,8 @@ _WHY = {
     NOT_FINITE: "NaN or infinity: the residuals at x0, or the Jacobian at x, are not finite",
 }
 
+_FEW = 20  # unknowns that are printed one by one
+
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -129,3 +131,17 @@ class FitResult:
         evaluations = "" if isinstance(self.nfev, Tensor) else f", {self.nfev} evaluations"
         cost = f"{self.cost:.6g}" if self.cost.ndim == 0 else f"[{len(self.cost)}]"
         return f"FitResult(cost {cost}{evaluations}; {self.message})"
+
+    def __str__(self) -> str:
+        """What ``repr`` says, and every unknown with its standard error if there is one fit with a few of them."""
+        if self.residuals.batch or self.jac.shape[-1] > _FEW:
+            return repr(self)
+        x, errors = ({"x": each} if isinstance(each, Tensor) else each for each in (self.x, self.standard_errors))
+        lines = []
+        for name, values in x.items():
+            labels = [name] if values.ndim == 0 else [f"{name}[{i}]" for i in range(values.numel())]
+            pairs = zip(values.flatten().tolist(), errors[name].flatten().tolist(), strict=True)
+            lines += [
+                f"{label} = {value:.6g} ± {error:.2g}" for label, (value, error) in zip(labels, pairs, strict=True)
+            ]
+        return "\n".join([*lines, repr(self)])

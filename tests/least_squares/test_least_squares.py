@@ -171,10 +171,22 @@ def test_the_result_has_what_scipy_has() -> None:
     assert (fit.status, fit.success) == (1, True)
     assert fit.message.startswith("gtol: ")
     assert repr(fit).startswith("FitResult(cost 0.0")
+    lines = [f"x[{i}] = {float(fit.x[i]):.6g} ± {float(fit.standard_errors[i]):.2g}" for i in range(2)]
+    assert str(fit) == "\n".join([*lines, repr(fit)])
     J = fit.jac
     expected = 2 * fit.cost / 10 * torch.linalg.inv(J.T @ J)
     torch.testing.assert_close(fit.covariance, expected, rtol=1e-9, atol=0)
     torch.testing.assert_close(fit.standard_errors, expected.diagonal().sqrt(), rtol=1e-9, atol=0)
+
+
+def test_a_fit_prints_its_unknowns_by_name() -> None:
+    x0 = {"a": torch.ones(()).double(), "b": torch.ones(1, 2).double()}
+    fit = ng.least_squares(
+        lambda x: torch.cat([(x["a"] - 2).reshape(1), (x["b"] - 3).flatten(), x["a"].reshape(1)]), x0
+    )
+    assert [line.split(" ± ")[0] for line in str(fit).splitlines()[:3]] == ["a = 1", "b[0] = 3", "b[1] = 3"]
+    many = ng.least_squares(lambda x: x - 1, ones(30))
+    assert str(many) == repr(many)
 
 
 def test_unknowns_may_be_a_dict_of_tensors_of_any_shape_and_residuals_too() -> None:
