@@ -290,7 +290,8 @@ def _checked(y: Any, what: str) -> Tensor:
     if isinstance(y, Jet):
         raise TypeError(
             "the model was called by natgrad.pde, which takes derivatives by its inputs: its outputs are not what is "
-            "trained then. Give the optimizer or the pullback a module whose forward returns the residual"
+            "trained then. Give the optimizer or the pullback a module whose forward returns the residual, or call "
+            "natgrad.pde under torch.no_grad() if the derivatives are not trained"
         )
     if not isinstance(y, Tensor):
         raise TypeError(
