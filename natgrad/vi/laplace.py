@@ -175,7 +175,8 @@ class Laplace:
         for y, J in self._jacobians(x):
             half = self.inverse.whitened(J.flatten(0, 1)).view(*J.shape[:2], -1)  # [d n q]
             means.append(y)
-            covariances.append(torch.einsum("dnq,enq->nde", half, half) / self.examples)
+            covariance = torch.einsum("dnq,enq->nde", half, half) / self.examples
+            covariances.append(0.5 * (covariance + covariance.mT))  # torch.distributions refuses what rounding leaves
         return Predictive(torch.cat(means), torch.cat(covariances))
 
     def outputs(self, x: Inputs, samples: int, generator: torch.Generator | None = None) -> Tensor:

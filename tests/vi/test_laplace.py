@@ -269,6 +269,14 @@ def test_examples_that_influence_each_other_are_predicted_together(monkeypatch: 
     torch.testing.assert_close(q.predictive(x).covariance, whole.covariance)
 
 
+def test_the_predictive_covariance_is_symmetric_to_the_last_digit() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10))
+    posterior = ng.vi.Laplace(model, torch.randn(50, 20), nn.CrossEntropyLoss(), ng.Kronecker())
+    found = posterior.predictive(torch.randn(300, 20)).covariance
+    assert torch.equal(found, found.mT)
+
+
 def test_sampled_outputs_approach_the_linearised_predictive() -> None:
     """A linear model is its own linearisation: 4000 samples, four standard errors."""
     x, t, Φ = _regression()
