@@ -14,6 +14,7 @@ from natgrad.accelerate.devices import can_read
 from natgrad.errors import NonFiniteError
 from natgrad.families.base import ExponentialFamily
 from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, along
+from natgrad.model import check_slots
 
 LogDensity: TypeAlias = Callable[[Tensor], Tensor]
 _SHORTEN = Shorten()
@@ -219,6 +220,7 @@ class Posterior:
     sites: Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_slots(family=(self.family, ExponentialFamily))
         if self.log_density is None and self.prior is None:
             raise ValueError("a Posterior needs a log_density (of data and z), or a prior, or both")
         if self.prior is not None:
@@ -358,6 +360,11 @@ def fit(
     generator: torch.Generator | None = None,
 ) -> Fit:
     """Natural-gradient variational inference from η on; every iterate is a distribution.
+
+    ``schedule``: the step size of every step, by default ``Decaying()``, or ``Constant(1.0)`` without a log-density.
+    ``estimator``: of the gradient of E ℓ, by default ``Regression``. ``generator``: of its samples. The result has
+    the last η as ``eta``, the evidence bound before every step as ``elbo``, and as ``reasons`` the steps that were
+    shortened.
 
     >>> import torch, natgrad as ng
     >>> y, beta = torch.tensor([1.0, 1.0, 0.0]), ng.families.Beta()

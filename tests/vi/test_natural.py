@@ -129,6 +129,10 @@ class TestBadInput:
         with pytest.raises(ValueError, match="a Posterior needs a log_density"):
             ng.vi.Posterior(ng.families.Gamma())
 
+    def test_a_class_of_families_is_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"family must be .* got the class Gamma: write Gamma\(…\)"):
+            ng.vi.Posterior(ng.families.Gamma, lambda z: -z)  # type: ignore[arg-type]
+
     def test_parameters_outside_the_domain_are_refused_by_entry(self) -> None:
         with pytest.raises(DomainError, match=r"Gamma: eta\[1\] = 1 must be below 0"):
             ng.vi.Posterior(ng.families.Gamma(), prior=_double(1.0, 1.0))
