@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
+from numbers import Real
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -516,6 +517,8 @@ def _described(slot: str, value: Any, kind: type) -> str:
         return f"{text}, {hint}"
     if isinstance(value, Tensor):
         return f"{text}: give the loss itself, such as nn.CrossEntropyLoss(), and not its value"
+    if isinstance(value, Real):
+        return f"{text}: if this is the learning rate, write lr={text}"
     if callable(value):
         return f"{text}, a function: write Empirical(…), or Fisher(family) of the distribution whose −log p is the loss"
     return f"{text}: give a metric, such as Fisher(Categorical()), or the loss, such as nn.CrossEntropyLoss()"

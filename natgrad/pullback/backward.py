@@ -63,7 +63,8 @@ def stream_cotangents(
             if len(box) > 1 or at in consumed:
                 raise NatgradError(
                     f"a backward pass through the model came twice to the outputs of {use.module}: a hook on a tensor "
-                    "runs a pass of its own through the layers. Do so in the backward of a torch.autograd.Function"
+                    "runs a pass of its own through the layers (do so in the backward of a torch.autograd.Function), "
+                    "or a second optimizer of natgrad was made for this model (delete one of them)"
                 )
             (edge,) = use.edges
             assert edge is not None

@@ -73,6 +73,7 @@ CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "got 'fisher': give a metric, such as .*, or the loss, such as nn.Cros",
     ),
     (lambda: _linear(metric=torch.ones(())), TypeError, "got a Tensor: give the loss itself, .* and not its value"),
+    (lambda: ng.Natural(nn.Linear(2, 2), 0.1), TypeError, "got 0.1: if this is the learning rate, write lr=0.1"),  # type: ignore[arg-type]
     (lambda: _linear(metric=ng.Kronecker()), TypeError, r"got Kronecker\(.*\), which belongs to structure="),
     (lambda: _linear(metric=nn.CrossEntropyLoss), TypeError, r"metric must be .* write CrossEntropyLoss\(…\)"),
     (lambda: _linear(structure=ng.Cholesky()), TypeError, r"Structure, got Cholesky\(.*\), which belongs to solver="),

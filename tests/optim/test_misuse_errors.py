@@ -191,3 +191,17 @@ def test_a_loss_is_no_closure() -> None:
     loss.backward()
     with pytest.raises(TypeError, match=r"takes a closure, .* not a Tensor: call loss\.backward\(\) and opt\.step\(\)"):
         opt.step(loss)
+
+
+@pytest.mark.parametrize("second", [F.mse_loss, GAUSSIAN])
+def test_two_optimizers_of_one_model_are_told_apart_from_other_mistakes(second: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    opt, other = ng.KFAC(model, F.cross_entropy), ng.KFAC(model, second)
+
+    def attempt() -> None:
+        F.cross_entropy(model(torch.ones(4, 3)), torch.tensor([0, 1, 0, 1])).backward()
+        opt.step()
+
+    with pytest.raises(NatgradError, match=r"a second optimizer of natgrad was made .* \(delete one of them\)"):
+        attempt()
+    assert other.tracker.step == 0
