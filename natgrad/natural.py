@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,6 +72,7 @@ def natural_gradient(
     if isinstance(loss, Tensor):
         ω = differential(wrapped.params, loss)
     else:
+        _check_of_outputs(loss)
         leaves = {name: p.detach().requires_grad_() for name, p in wrapped.params.items()}
         with torch.enable_grad():
             ω = differential(leaves, loss(wrapped(leaves, x)))
@@ -98,5 +100,21 @@ def hessian(
     >>> H.dense().shape, H.differential  # a loss that is convex in the parameters: H is the metric
     (torch.Size([9, 9]), Covector(weight: (3, 2), bias: (3,)))
     """
+    _check_of_outputs(loss)
     wrapped = Model.of(model, params, output)
     return HessianOperator.at(lambda θ: loss(wrapped(θ, x)), wrapped.params)
+
+
+def _check_of_outputs(loss: Callable[..., Any]) -> None:
+    """Refuse a loss of outputs and targets, as those of torch are."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:  # of a builtin function
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise TypeError(
+            f"the loss is a function of the outputs alone, and {name} is not: write lambda y: loss(y, target)"
+        ) from None
