@@ -35,6 +35,9 @@ class ConvRule(Rule):
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, "weight", "bias") for kind in _CONVS)
 
+    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
+        return _batch_axis(cast(_Conv, module), call)
+
     def paddable(self, module: nn.Module, keys: Keys) -> bool:
         return "weight" in keys
 
@@ -45,7 +48,7 @@ class ConvRule(Rule):
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Patches:
         layer = cast(_Conv, module)
-        return Patches(g, _pixels(layer), layer.groups)
+        return Patches(_batched_cotangents(layer, g), _pixels(layer), layer.groups)
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return matrices_shape(module, keys, cast(_Conv, module).groups)
@@ -75,6 +78,9 @@ class TransposedConvRule(Rule):
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, "weight", "bias") for kind in _TRANSPOSED)
 
+    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
+        return _batch_axis(cast(_Transposed, module), call)
+
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
         return tuple((key,) for key in self.parameters(module))
 
@@ -94,6 +100,7 @@ class TransposedConvRule(Rule):
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Patches:
         layer = cast(_Transposed, module)
+        g = _batched_cotangents(layer, g)
         if keys == ("bias",):
             return Patches(g, _pixels(layer))
         read, axes = _read(layer, g.flatten(0, 1))
@@ -123,8 +130,18 @@ def _pixels(layer: _Conv | _Transposed) -> tuple[Axis, ...]:
     return (Axis(1),) * len(layer.kernel_size)
 
 
+def _batch_axis(layer: _Conv | _Transposed, call: Call) -> int | None:
+    """None for one example without a batch axis: its first axis is that of the channels."""
+    return 0 if call.argument(0, "input").ndim == layer.weight.ndim else None
+
+
 def _batched(layer: _Conv | _Transposed, x: Tensor) -> Tensor:
     return x if x.ndim == layer.weight.ndim else x.unsqueeze(0)
+
+
+def _batched_cotangents(layer: _Conv | _Transposed, g: Tensor) -> Tensor:
+    """g [k n o *spatial]."""
+    return g if g.ndim == layer.weight.ndim + 1 else g.unsqueeze(1)
 
 
 def padding(layer: _Conv) -> list[int]:

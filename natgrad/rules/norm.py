@@ -78,15 +78,19 @@ class TrailingNormRule(NormRule):
 
     def normalised(self, module: nn.Module, call: Call, ones: bool) -> Entries:
         x = single(call.x)
+        if self.leading(module, x.shape) == 0:
+            if x.shape[0] > 1:
+                raise BatchStatisticsError(
+                    f"{module} normalises over the axis of the examples, x {list(x.shape)}: the outputs of one depend "
+                    "on the others, and there is no per-example Jacobian. Give it the trailing axes of an example only"
+                )
+            x = x.unsqueeze(0)
         lead = self.leading(module, x.shape)
-        if lead == 0:
-            raise BatchStatisticsError(
-                f"{module} normalises over the axis of the examples, x {list(x.shape)}: the outputs of one depend on "
-                "the others, and there is no per-example Jacobian. Give it the trailing axes of an example only"
-            )
         return Entries(self.normalise(module, x).reshape(x.shape[0], math.prod(x.shape[1:lead]), -1), ones)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
+        if self.leading(module, g.shape) == 1:  # of one example, which was given without a batch axis
+            g = g.unsqueeze(1)
         lead = self.leading(module, g.shape)
         return Entries(g.reshape(*g.shape[:2], math.prod(g.shape[2:lead]), -1))
 

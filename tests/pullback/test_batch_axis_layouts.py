@@ -19,7 +19,7 @@ from natgrad.pullback.pullback import Batch, Observer, layers_of
 from natgrad.pullback.tape import record
 from natgrad.rules import EmbeddingRule
 from natgrad.structures import Structure
-from tests import zoo
+from tests import oracle, zoo
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
 
 N, T, D, H, V = 5, 4, 6, 2, 7
@@ -294,3 +294,41 @@ def test_a_pass_without_cotangents_teaches_nothing_about_the_next() -> None:
         pb = view.of(Batch(model, of.x))
         assert covered(pb) == set(model.params)
         close(rows(pb), oracle_rows(of, metric.s))
+
+
+class OneByOne(nn.Module):
+    """Calls a layer with one example at a time, without a batch axis."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(each).sin().flatten() for each in x])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Conv1d(2, 2, 2), (2, 4)),
+        (lambda: nn.Conv1d(1, 1, 2), (1, 4)),
+        (lambda: nn.Conv2d(2, 2, 3, padding=1, groups=2), (2, 3, 3)),
+        (lambda: nn.ConvTranspose1d(2, 2, 2), (2, 3)),
+        (lambda: nn.ConvTranspose1d(1, 1, 2), (1, 3)),
+        (lambda: nn.LayerNorm((2, 3)), (2, 3)),
+        (lambda: nn.RMSNorm((1, 3)), (1, 3)),
+        (lambda: nn.InstanceNorm1d(2, affine=True), (2, 3)),
+    ],
+)
+def test_the_channels_of_a_single_example_are_not_taken_for_examples(
+    layer: Callable[[], nn.Module], shape: tuple[int, ...], n: int
+) -> None:
+    torch.manual_seed(0)
+    model, x = OneByOne(layer().double()), normal(n, *shape)
+    J = oracle.module_jacobian(model, x)
+    G = oracle.dense(J, oracle.euclidean(model(x)))
+    for structure in (ng.Dense(), ng.Kernel()):
+        close(structure.estimate(ng.pullback(model, x, ng.Euclidean())).dense(), G)
+    trace = ng.EigenKronecker().estimate(ng.pullback(model, x, ng.Euclidean())).dense().trace()
+    close(trace, G.trace())
