@@ -174,6 +174,13 @@ class Block:
         ordered = tuple(self.named_slices.values())
         return replace(self, slices=ordered, shape=(1, self.size, 1), rule=None, modules=(), facets=())
 
+    @staticmethod
+    def of_rows(blocks: Sequence[Block]) -> Block:
+        """One block without a rule for the parameters of several blocks."""
+        pairs = [pair for block in blocks for pair in block.named_slices.items()]
+        names, slices = zip(*sorted(pairs, key=lambda pair: pair[1].start), strict=True)
+        return Block(names, slices, (1, sum(block.size for block in blocks), 1), blocks[0].device)
+
 
 @final
 @dataclass(frozen=True)

@@ -164,6 +164,15 @@ class KernelOperator(Operator):
         rows = torch.cat([self.factors[b].rows().flatten(0, 1) for b in which], dim=1)
         return rows[:, torch.cat([self.blocks[b].index for b in which]).argsort()]
 
+    def _in_blocks(self, which: Sequence[int], groups: Sequence[set[str]]) -> KernelOperator:
+        """The same rows: these blocks as they are, and explicit rows for groups of the other parameters."""
+        blocks, factors = [self.blocks[b] for b in which], [self.factors[b] for b in which]
+        for group in groups:
+            inside = [b for b, block in enumerate(self.blocks) if not group.isdisjoint(block.names)]
+            blocks.append(Block.of_rows([self.blocks[b] for b in inside]))
+            factors.append(Factors.of_rows(self._ordered_rows(inside).unflatten(0, self.factors[0].g.shape[:2])))
+        return replace(self, blocks=tuple(blocks), factors=tuple(factors))
+
     def push(self, v: Tensor) -> Tensor:
         """R v [k n]."""
         pushes = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
@@ -263,15 +272,13 @@ class KernelOperator(Operator):
     def lerp(self, other: Operator, weight: float) -> KernelOperator:
         """Both sets of rows, weighted: exact, and as large as the two together."""
         self.same_kind(other)
-        new_kernel = cast(KernelOperator, other)
-        theirs = new_kernel.factors
-        if any(f.g.shape[0] != h.g.shape[0] for f, h in zip(self.factors, theirs, strict=True)):
+        here, there = _in_common_blocks(self, cast(KernelOperator, other))
+        pairs = list(zip(here.factors, there.factors, strict=True))
+        if any(f.g.shape[0] != h.g.shape[0] for f, h in pairs):
             raise ValueError("kernels with different numbers of roots cannot be joined")
         old, new = math.sqrt(1 - weight), math.sqrt(weight)
-        joined = tuple(
-            _join(Factors(f.a, old * f.g), Factors(h.a, new * h.g)) for f, h in zip(self.factors, theirs, strict=True)
-        )
-        return replace(self, factors=joined, K=_beside(self, new_kernel))
+        joined = tuple(_join(Factors(f.a, old * f.g), Factors(h.a, new * h.g)) for f, h in pairs)
+        return replace(here, factors=joined, K=_beside(here, there))
 
     def tensors(self) -> dict[str, Tensor]:
         out = {}
@@ -547,8 +554,28 @@ def _alike(block: Block, f: Factors, other: Block, g: Factors) -> bool:
         block.names == other.names
         and f.g.shape[3:] == g.g.shape[3:]
         and f.a.shape[2:] == g.a.shape[2:]
-        and (block is other or torch.equal(block.index, other.index))
+        and (block == other or torch.equal(block.index, other.index))
     )
+
+
+def _in_common_blocks(left: KernelOperator, right: KernelOperator) -> tuple[KernelOperator, KernelOperator]:
+    """Both kernels with the same blocks: those that they have packed alike, and explicit rows of the others.
+
+    A layer may have its rule in one pass and not in another, where the model uses it in another way.
+    """
+    theirs = {block.names: at for at, block in enumerate(right.blocks)}
+    groups: list[set[str]] = []  # of parameters that a block of one of the two holds together
+    alike: list[tuple[int, int]] = []
+    for at, (block, f) in enumerate(zip(left.blocks, left.factors, strict=True)):
+        other = theirs.get(block.names)
+        if other is not None and _alike(block, f, right.blocks[other], right.factors[other]):
+            alike.append((at, theirs.pop(block.names)))
+        else:
+            groups.append(set(block.names))
+    for names in theirs:
+        touched = [group for group in groups if not group.isdisjoint(names)]
+        groups = [group for group in groups if group.isdisjoint(names)] + [set(names).union(*touched)]
+    return left._in_blocks([at for at, _ in alike], groups), right._in_blocks([at for _, at in alike], groups)
 
 
 def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:

@@ -76,6 +76,35 @@ def test_micro_batches_of_unequal_size_make_the_step_of_the_joint_batch(structur
     torch.testing.assert_close(parts.theta(), whole.theta(), rtol=1e-9, atol=1e-11)
 
 
+class TwoWays(torch.nn.Module):
+    """A weight that one pass multiplies from the right, and another from the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head, self.turned = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x @ self.layer.weight + self.layer.bias if self.turned else self.layer(x)
+        return self.head(h.tanh())
+
+
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.LowRank(20)])
+def test_micro_batches_that_use_a_layer_in_two_ways_have_the_step_of_the_dense_metric(
+    structure: ng.structures.Structure,
+) -> None:
+    steps = []
+    for each in (ng.Dense(), structure):
+        torch.manual_seed(0)
+        model = TwoWays().double()
+        opt = ng.NaturalGradient(model, ng.Euclidean(), structure=each, lr=1.0, damping=0.1)
+        for x in torch.randn(2, 5, 3, dtype=torch.float64):
+            model(x).square().sum().backward()
+            model.turned = not model.turned
+        opt.step()
+        steps.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-8, atol=1e-9)
+
+
 def test_the_average_over_micro_batches_starts_anew_at_every_step() -> None:
     whole, parts = task("counts"), task("counts")
     one, other = whole.optimizer(damping=0.1), parts.optimizer(damping=0.1)
