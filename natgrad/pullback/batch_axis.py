@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -48,6 +49,25 @@ DATA_DEPENDENT = frozenset(
 )
 
 
+# Outputs of modules that share the memory of what was computed inside: ``addmm`` of a linear layer, viewed as [n t o].
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "View",
+        "ReshapeAlias",
+        "Transpose",
+        "T",
+        "Permute",
+        "Squeeze",
+        "Unsqueeze",
+        "Select",
+        "Slice",
+        "Alias",
+    )
+)
+_WRITTEN = "torch::autograd::CopySlices"  # an operation in place on a view; its first argument is what was viewed
+
+
 @final
 @dataclass(frozen=True)
 class ProvenAxes:
@@ -64,6 +84,26 @@ class ProvenAxes:
     def reaches(self, use: Use) -> bool:
         """Whether y depends on an output of a use."""
         return any(edge is not None and edge.node in self.reached for edge in use.edges)
+
+    @cached_property
+    def overwritten(self) -> frozenset[Any]:
+        """The nodes whose outputs were changed in place through a view of them."""
+        return frozenset(node.next_functions[0][0] for node in self.reached if node.name() == _WRITTEN)
+
+    def bypasses(self, use: Use) -> bool:
+        """Whether y depends on an output of a use around its edge, as ``h *= h.sigmoid()`` with a view h does.
+
+        The edge is that of the view. What is written to the view goes to the memory below it: a part of the cotangent
+        comes from there.
+        """
+        return bool(self.overwritten) and any(edge is not None and self._is_bypassed(edge.node) for edge in use.edges)
+
+    def _is_bypassed(self, node: Any) -> bool:
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+            if node in self.overwritten:
+                return True
+        return False
 
     def axis(self, use: Use) -> BatchAxis | None:
         """The proven batch axis of the output of a use.
@@ -163,6 +203,8 @@ def find_batch_axes(tape: Tape) -> BatchAxes:
         home, proven = use.rule.batch_axis(use.module, use.call), graph.axis(use)
         if not graph.reaches(use):
             idle.add(at)
+        elif graph.bypasses(use):
+            missing.add(at)
         elif _at_home(use, n) and (n == 1 or (proven is not None and proven.index == home)):
             continue
         elif proven is not None and use.supports_axis(proven, n):

@@ -92,7 +92,28 @@ def distances(m: Written, x: Tensor) -> Tensor:
     return torch.exp(-m.scale * torch.cdist(x, m.o.weight))
 
 
-APART = [called_in_vain, detached, sorting, flipped_and_scaled, scalar_and_norm, spectral]
+def gated_in_place(m: Written, x: Tensor) -> Tensor:
+    h = m.l(torch.stack([x, x.sin()], 1))  # a view [6 2 3] of a product [12 3], which is written to
+    h *= h.sigmoid()
+    return m.o(h.mean(1))
+
+
+def written_in_part(m: Written, x: Tensor) -> Tensor:
+    h = m.l(torch.stack([x, x.sin()], 1))
+    h[..., 0] += 2 * h[..., 1]
+    return m.o(h.sin().mean(1))
+
+
+APART = [
+    called_in_vain,
+    detached,
+    sorting,
+    flipped_and_scaled,
+    scalar_and_norm,
+    spectral,
+    gated_in_place,
+    written_in_part,
+]
 TOGETHER = [products_of_activations, weakly_coupled]
 STRUCTURES = [ng.Dense(), ng.Kernel(), ng.LowRank(100), ng.Implicit()]
 
