@@ -38,6 +38,7 @@ from natgrad.structures.layered import (
     alike,
     lay_side_by_side,
     layer_tensors,
+    packed_alike,
     rotated,
     rotated_back,
     spread,
@@ -205,8 +206,8 @@ class EigenKronecker(Layered):
         """The basis of an operator over the same layers."""
         if not isinstance(like, EigenKroneckerOperator):
             return None
-        alike = [block.names for block in like.blocks] == [block.names for block in covered]
-        return like.basis if alike else None
+        same = [block.names for block in like.blocks] == [block.names for block in covered]
+        return like.basis if same and all(map(packed_alike, like.blocks, covered)) else None
 
 
 def _zeros(block: Block, dtype: torch.dtype) -> Tensor:

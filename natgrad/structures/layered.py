@@ -616,10 +616,11 @@ class LayerOperator(Operator):
         return replace(self, fallback=fallback, unseen=self.unseen & unseen)  # type: ignore[type-var]  # a dataclass
 
     def same_layers(self, blocks: Iterable[Block]) -> None:
-        """An estimate must have the same layers."""
-        here, there = {b.names for b in self.blocks}, {b.names for b in blocks}
-        if here != there:
-            names = ", ".join(sorted({name for block in here ^ there for name in block}))
+        """An estimate must have the same layers, packed alike: ``x @ W`` has for inputs what are outputs of Wx."""
+        here, there = {b.names: b for b in self.blocks}, {b.names: b for b in blocks}
+        turned = [names for names in here.keys() & there.keys() if not packed_alike(here[names], there[names])]
+        if here.keys() != there.keys() or turned:
+            names = ", ".join(sorted({name for layer in (here.keys() ^ there.keys()).union(turned) for name in layer}))
             raise IncompatibleError(
                 f"the layers of {names} were seen by their rule in one batch and not in another: they are called in "
                 "different ways. Leave them to the fallback, with a rule that does not cover them, or call them alike"
@@ -680,6 +681,13 @@ class LayerOperator(Operator):
         if self.blocks or self.fallback is None:
             return self.blocks[0].device
         return next(iter(self.fallback.tensors().values())).device  # no layer has a rule
+
+
+def packed_alike(block: Block, other: Block) -> bool:
+    """Whether W [c o i] has every number at the same place; a rule that is the same packs alike."""
+    if block.shape != other.shape:
+        return False
+    return type(block.rule) is type(other.rule) or torch.equal(block.index, other.index)
 
 
 def group_weights(old: Tensor, new: Tensor, weight: Scalar, axes: int) -> Tensor:

@@ -315,6 +315,37 @@ def test_averages_of_different_layers_are_refused_by_name(kind: Any) -> None:
         old.lerp(new, 0.5)
 
 
+class Turned(nn.Module):
+    """A layer that is called in one pass, and whose weights are read past it in another."""
+
+    def __init__(self, layer: nn.Module, past: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.past, self.turned = layer, past, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.turned:
+            return self.past(self.layer, x)
+        return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("layer", "past"),
+    [
+        (nn.Linear(3, 3), lambda layer, x: x @ layer.weight + layer.bias),
+        (nn.MultiheadAttention(3, 1, batch_first=True), lambda layer, x: (layer(x, x, x)[0].mul_(2) @ x.mT) @ x),
+    ],
+    ids=["product", "attention"],
+)
+def test_averages_of_layers_that_are_packed_otherwise_are_refused_by_name(kind: Any, layer: Any, past: Any) -> None:
+    model, x = Turned(layer, past).double(), normal(4, 2, 3)
+    old = kind().estimate(ng.pullback(model, x, ng.Euclidean()))
+    model.turned = True
+    new = kind().estimate(ng.pullback(model, x, ng.Euclidean()), old)
+    with pytest.raises(IncompatibleError, match=r"the layers of layer.* were seen by their rule in one batch"):
+        old.lerp(new, 0.5)
+
+
 @kinds
 def test_singular_metrics_are_refused_by_the_name_of_the_layer(kind: Any) -> None:
     problem = zoo.case("mlp_tanh").make()
