@@ -154,7 +154,9 @@ class Linearisation:
         outputs, tangents = [g for g, _ in pairs], [t.to(g.dtype) for g, t in pairs]
         try:
             (jv,) = torch.autograd.grad(outputs, self._u, tangents, retain_graph=True, allow_unused=True)
-        except NotImplementedError as error:
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):  # torch has two kinds of errors for it
+                raise
             raise IncompatibleError(
                 f"J v is the derivative of a backward pass, and an operation of the model has no second one ({error}): "
                 "use a structure that needs none, such as Dense, Kernel or Kronecker, or write the operation otherwise"

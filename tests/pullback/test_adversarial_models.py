@@ -92,6 +92,11 @@ def distances(m: Written, x: Tensor) -> Tensor:
     return torch.exp(-m.scale * torch.cdist(x, m.o.weight))
 
 
+def weighted_bags(m: Written, x: Tensor) -> Tensor:
+    index = torch.arange(3).expand(len(x), 3)
+    return F.embedding_bag(index, m.l.weight, mode="sum", per_sample_weights=m.l(x))
+
+
 def gated_in_place(m: Written, x: Tensor) -> Tensor:
     h = m.l(torch.stack([x, x.sin()], 1))  # a view [6 2 3] of a product [12 3], which is written to
     h *= h.sigmoid()
@@ -136,9 +141,12 @@ def test_an_operation_with_a_wrong_derivative_under_vmap_is_noticed(structure: S
     torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
 
 
-def test_an_operation_without_a_second_derivative_is_named() -> None:
-    G = ng.Implicit().estimate(ng.pullback(Written(distances), inputs(), ng.Euclidean()))
-    with pytest.raises(IncompatibleError, match=r"cdist_backward.*use a structure that needs none, such as Dense"):
+@pytest.mark.parametrize(("forward", "name"), [(distances, "cdist_backward"), (weighted_bags, "weights_backward")])
+def test_an_operation_without_a_second_derivative_is_named(
+    forward: Callable[[Written, Tensor], Tensor], name: str
+) -> None:
+    G = ng.Implicit().estimate(ng.pullback(Written(forward), inputs(), ng.Euclidean()))
+    with pytest.raises(IncompatibleError, match=rf"{name}.*use a structure that needs none, such as Dense"):
         G.dense()
 
 
