@@ -552,7 +552,8 @@ class OperationRecorder(OperationMode):
         given = list(inputs)
         self._uses: list[Operation] = []
         self._data = {storage(t): True for t in given}
-        self._sizes = {size for t in given for size in t.shape[:2]}  # among them the number of examples
+        # Among them the number of examples, and that of their positions where these are folded into the batch.
+        self._sizes = {size for t in given for size in (*t.shape[:2], t.shape[:2].numel())}
         self._states: set[int] = set()  # memory
         self._copies: dict[int, tuple[int, tuple[Copy, ...]]] = {}
         self._pending: list[tuple[Operation, Tensor, Tensor | None]] = []

@@ -534,6 +534,26 @@ def test_a_first_state_of_zeros_is_data() -> None:
     close(made[1].dense(), made[0].dense())
 
 
+class Folded(nn.Module):
+    """A recurrence over characters, with the words of a sentence folded into the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words: Tensor = self.lstm(x.flatten(0, 1))[0][:, -1]
+        return words.unflatten(0, x.shape[:2]).mean(1)
+
+
+def test_a_recurrence_over_folded_positions_has_factors(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Folded().double(), normal(2, 3, 4, 2)
+    G = ng.Kronecker(strict=True).estimate(ng.pullback(model, x, ng.Euclidean()))
+    assert "diagonal" not in caplog.text
+    weights = [block for block in G.blocks if "lstm.weight_hh_l0" in block.names]
+    assert [block.shape[1] for block in weights] == [12]
+
+
 def test_products_with_positions_have_a_diagonal_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     def run(v: Tensor, w: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(x + torch.tanh(torch.arange(2.0).double()[:, None] @ v) @ w)
