@@ -250,6 +250,34 @@ def test_hessian_of_a_transformer_layer() -> None:
     close(H.product(v), (gradient(1.0) - gradient(-1.0)) / (2 * step), 1e-7)
 
 
+class Scaled(nn.Module):
+    """A layer times a number [], beside a parameter without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 3), nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.layer(x).tanh() * self.scale
+        return scaled
+
+
+def test_hessian_in_a_number_and_beside_a_parameter_without_numbers_is_that_of_autograd() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled().double(), normal(5, 2)
+    H = ng.hessian(model, x, lambda y: y.pow(4).sum())
+    w, b = model.layer.weight.detach(), model.layer.bias.detach()
+
+    def loss(θ: Tensor) -> Tensor:
+        scale, weight, bias = θ[0], θ[1:7].view(3, 2), θ[7:]
+        return ((x @ weight.T + bias).tanh() * scale).pow(4).sum()
+
+    θ = torch.cat([model.scale.detach().view(1), w.flatten(), b])
+    assert list(H.layout.like) == ["scale", "empty", "layer.weight", "layer.bias"]
+    close(H.dense(), torch.autograd.functional.hessian(loss, θ))
+
+
 def test_hessian_leaves_batch_statistics_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     before = {name: t.clone() for name, t in model.named_buffers()}

@@ -203,9 +203,10 @@ class HessianOperator(Operator):
     def _products(self, v: Tensor) -> Tensor:
         """H v [k p] of several vectors [k p]: one batched backward pass, where the kernels allow it."""
         pieces = v.split([t.numel() for t in self.leaves], dim=1)
-        tangents = tuple(t.reshape(-1, *g.shape).to(g.dtype) for t, g in zip(pieces, self.gradients, strict=True))
+        tangents = tuple(t.reshape(len(v), *g.shape).to(g.dtype) for t, g in zip(pieces, self.gradients, strict=True))
         products = vjp(self.gradients, self.leaves, tangents)
-        return torch.cat([t.flatten(1) for t in products if t is not None], dim=1).to(v.dtype)
+        columns = [t.reshape(len(v), p.numel()) for t, p in zip(products, self.leaves, strict=True) if t is not None]
+        return torch.cat(columns, dim=1).to(v.dtype)
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         return DenseOperator(self.layout, self.dense()).logdet(damping)
