@@ -419,7 +419,8 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
     ω = G.flat(δ)
     with torch.no_grad():
         spectra = G.layer_spectra()
-        layers = [_layer(layer, λ, factored, G.power, _norm(δ, ω, layer.names)) for layer in spectra]
+        eps = torch.finfo(G.layout.dtype).eps
+        layers = [_layer(layer, λ, factored, G.power, _norm(δ, ω, layer.names), eps) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}
         others = [tuple(n for n in block.names if n not in covered) for block in tracker.observer.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
@@ -431,7 +432,7 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
     return Diagnostics(tuple(ordered), damping, ages[0], ages[1], _norm(δ, ω, tuple(δ)), last.accepted)
 
 
-def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float) -> Health:
+def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float, eps: float) -> Health:
     mean = float(layer.values.mean())
     if isinstance(damping, Relative):
         ε = damping.epsilon
@@ -442,15 +443,16 @@ def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float,
         λ = damping
         shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
         share = λ / (λ + mean) if λ > 0 else 0.0
-    sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key]) for key in shifts}
+    sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key], eps) for key in shifts}
     by_factors = factored or isinstance(damping, Relative)
     damped = sides["S"].damped * sides["A"].damped if by_factors else _condition(layer.values.flatten(1), λ)
     return Health(layer.names, step, sides, share, damped**power)
 
 
-def _side(values: Tensor, diagonal: Tensor, shift: Tensor) -> Side:
+def _side(values: Tensor, diagonal: Tensor, shift: Tensor, eps: float) -> Side:
+    """``eps``: the machine epsilon of the factor; smaller eigenvalues are noise."""
     largest = values.amax(-1, keepdim=True)
-    noise = values.shape[-1] * torch.finfo(torch.float32).eps * largest
+    noise = values.shape[-1] * eps * largest
     zero = values <= noise
     cleaned = values.masked_fill(zero, 0.0)
     return Side(

@@ -49,6 +49,19 @@ def test_conditions_and_the_share_of_the_damping_are_those_of_the_dense_factors(
         assert layer.share == pytest.approx(float(λ / (λ + mean)), rel=1e-9)
 
 
+def test_in_double_precision_a_factor_of_condition_ten_to_the_ten_has_full_rank() -> None:
+    """Its small eigenvalues are noise in single precision only."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), normal(20, 3) * torch.tensor([1.0, 1e-3, 1e-5], dtype=torch.float64)
+    opt = ng.KFAC(model, ng.Fisher(ng.Gaussian()), damping=λ)
+    model(x).square().sum().backward()
+    opt.step()
+    A = opt.diagnostics().layers[0].factors["A"]
+    extended = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    assert A.deficit == 0
+    assert A.condition == pytest.approx(condition(extended.T @ extended), rel=1e-4)
+
+
 def test_the_step_is_measured_in_the_metric_layer_by_layer_and_whole() -> None:
     opt, _ = after_a_step()
     assert opt.tracker.average is not None
