@@ -83,8 +83,7 @@ class Dense(Structure):
         return DenseOperator(layout, matrix, power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        p = sum(block.size for block in blocks)
-        return Cost(p**2, 0, 2 * p**2, p**2, {"G": (1, p, p)}) if iterative else _cost(p, self.power)
+        return _cost(sum(block.size for block in blocks), self.power, iterative)
 
 
 @final
@@ -147,7 +146,7 @@ class BlockDense(Structure):
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         sizes = (sum(block.size for block in group) for group in layers_in(blocks).values())
-        return Cost.total([_cost(p, self.power) for p in sizes])
+        return Cost.total([_cost(p, self.power, iterative) for p in sizes])
 
 
 def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
@@ -194,8 +193,10 @@ def _outer_products(
     ]
 
 
-def _cost(p: int, power: float) -> Cost:
-    """Of a matrix that is inverted by Cholesky, or by its eigenvalues."""
+def _cost(p: int, power: float, iterative: bool) -> Cost:
+    """Of a matrix that is inverted by Cholesky, or by its eigenvalues; or ``iterative``, not inverted at all."""
+    if iterative:
+        return Cost(p**2, 0, 2 * p**2, p**2, {"G": (1, p, p)})
     invert = p**3 // 3 if power == 1 else 9 * p**3
     return Cost(2 * p**2, invert, 2 * p**2, p**2, {"G": (1, p, p)})
 

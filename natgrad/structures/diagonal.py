@@ -81,7 +81,7 @@ class Diagonal(Structure):
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
-        return Cost(2 * p, p, p, p, {"G": (1, p)})
+        return Cost(p, 0, p, p, {"G": (1, p)}) if iterative else Cost(2 * p, p, p, p, {"G": (1, p)})
 
 
 @final

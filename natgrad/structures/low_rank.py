@@ -77,8 +77,13 @@ class LowRank(Structure):
         return LowRankOperator(layout, u, values, floor, self.rank, power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        p, r = sum(block.size for block in blocks), self.rank
-        return Cost((r + 1) * p, r**2 * p, 4 * r * p, p, {"U": (1, p, r)})
+        p = sum(block.size for block in blocks)
+        r = min(self.rank, p)
+        metric, solve, factors = (r + 1) * p + r, 4 * r * p, {"U": (1, p, r)}
+        if iterative:
+            return Cost(metric, 0, solve, p, factors)
+        inverse = (r + 1) * p + r**2 if self.power == 1 else r + 1  # with another power U is that of the metric
+        return Cost(metric + inverse, r**2 * p, solve, p, factors)
 
 
 @final

@@ -235,7 +235,7 @@ def test_the_notes_say_how_it_is_damped_moved_and_scheduled(options: dict[str, A
         (ng.Dense(), ng.CG(), 21**2),
         (ng.Diagonal(), ng.Cholesky(), 2 * 21),
         (ng.BlockDense(), ng.Cholesky(), 2 * (12**2 + 6**2 + 3**2)),
-        (ng.LowRank(2), ng.Cholesky(), 3 * 21),
+        (ng.LowRank(2), ng.Cholesky(), 2 * 3 * 21 + 2 + 2**2),
         (ng.Kernel(), ng.Cholesky(), None),
         (ng.Implicit(), ng.CG(), None),
     ],
@@ -248,6 +248,25 @@ def test_every_structure_has_a_plan(structure: Any, solver: Any, elements: int |
     text = str(plan)
     assert "21 parameters" in text
     assert ("depend on the batch" in text) == (elements is None)
+
+
+@pytest.mark.parametrize("solver", [ng.Cholesky(), ng.CG()], ids=["cholesky", "cg"])
+@pytest.mark.parametrize(
+    "structure", [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.LowRank(3), ng.LowRank(3, power=0.5)], ids=repr
+)
+def test_the_bytes_of_a_plan_are_those_of_the_metric_and_its_inverse_after_a_step(structure: Any, solver: Any) -> None:
+    """CG has no inverse; its last solution is not counted."""
+    if structure.power != 1 and solver.iterative:
+        return
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double(), normal(9, 3)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=structure, solver=solver, damping=0.1)
+    planned = opt.plan().bytes
+    model(x).square().sum().backward()
+    opt.step()
+    state = opt.tracker.average, opt.preconditioner.inverse
+    named = [pair for part in state if part is not None for pair in part.tensors().items()]
+    distinct = {t.data_ptr(): t.numel() * t.element_size() for name, t in named if name != "guess"}
+    assert planned == opt.plan().bytes == sum(distinct.values())
 
 
 def test_a_plan_runs_nothing_and_draws_nothing() -> None:
