@@ -228,6 +228,13 @@ class Model:
             raise ValueError(f"all heads need the n examples on their first axis, and have {sizes}")
         return torch.cat([tensor.flatten(1) for tensor in tensors], 1), tuple(tensor.shape for tensor in tensors)
 
+    def given_to_loss(self, y: Tensor, shapes: Shapes) -> Tensor | dict[Any, Tensor]:
+        """The outputs as a loss is given them: y, or its heads by their keys, in their shapes."""
+        if self.heads is None:
+            return y
+        pieces = y.split([shape[1:].numel() for shape in shapes], dim=1)
+        return {key: t.reshape(shape) for key, t, shape in zip(self.heads, pieces, shapes, strict=True)}
+
     def outputs(self, raw: Any, x: Inputs) -> Tensor:
         """Extract the output tensor y from what the model returned for x, and check it."""
         return self.read(raw, x)[0]

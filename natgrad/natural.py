@@ -41,7 +41,7 @@ def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: Damp
 def natural_gradient(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
-    loss: Tensor | Callable[[Tensor], Tensor],
+    loss: Tensor | Callable[[Any], Tensor],
     metric: OutputMetric | Criterion,
     *,
     structure: Structure | None = None,
@@ -54,8 +54,8 @@ def natural_gradient(
 ) -> Vector:
     """The natural gradient (G + λ)⁻¹ dL of a loss at a batch x (Amari 1998); subtract it to descend.
 
-    ``loss``: a scalar tensor computed from the model, or a function of the outputs y. The other arguments are
-    the slots, and what ``pullback`` takes.
+    ``loss``: a scalar tensor computed from the model, or a function of the outputs y; where the metric is on several
+    heads, y is a dict of them by their keys or places. The other arguments are the slots, and what ``pullback`` takes.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -75,7 +75,7 @@ def natural_gradient(
         _check_of_outputs(loss)
         leaves = {name: p.detach().requires_grad_() for name, p in wrapped.params.items()}
         with torch.enable_grad():
-            ω = differential(leaves, loss(wrapped(leaves, x)))
+            ω = differential(leaves, loss(wrapped.given_to_loss(*wrapped.evaluated(leaves, x))))
     return sharp(structure.estimate(pb), ω, solver, damping)
 
 

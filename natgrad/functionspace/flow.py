@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -49,7 +49,7 @@ class Flow:
 def gradient_flow(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
-    loss: Callable[[Tensor], Tensor],
+    loss: Callable[[Any], Tensor],
     metric: OutputMetric | Criterion,
     time: float,
     *,
@@ -74,7 +74,8 @@ def gradient_flow(
     The steps are those of Dormand and Prince (1980), chosen so that the error of each in the outputs is at most
     ``rtol`` of the largest output: lengths of steps do not depend on the parametrisation either. ``points``: at how
     many times, from 0 to ``time``, the path is kept. ``structure`` and ``solver`` are those of the natural gradient, by
-    default ``Dense`` and ``Pinv``.
+    default ``Dense`` and ``Pinv``. Where the metric is on several heads, ``loss`` takes a dict of them by their keys or
+    places, and the outputs of the path are the heads side by side.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -92,7 +93,7 @@ def gradient_flow(
             f"gradient_flow needs time > 0, points ≥ 2, 0 < rtol < 1 and max_steps ≥ 1, got time={time}, "
             f"points={points}, rtol={rtol}, max_steps={max_steps}"
         )
-    moving = _Moving.of(Model.of(model, params, output))
+    moving = _Moving.of(Model.of(model, params, output, heads=metric.heads))
     θ = Vector({name: p.detach() for name, p in moving.model.params.items()}).flatten()
     chosen, keeper = solver or Pinv(), structure or Dense()
 
@@ -129,7 +130,9 @@ def gradient_flow(
         path.append(outputs(θ))
     ys = torch.stack(path)
     with torch.no_grad():
-        losses = torch.stack([loss(y).reshape(()) for y in ys])
+        at = moving.at(θ)
+        shapes = at.evaluated(None, x)[1]
+        losses = torch.stack([loss(at.given_to_loss(y, shapes)).reshape(()) for y in ys])
     return Flow(times, losses, ys, unflatten(θ, moving.like), steps)
 
 
@@ -148,13 +151,13 @@ class _Moving:
     @staticmethod
     def of(model: Model) -> _Moving:
         if model.module is not None:
-            model = Model.of(copy.deepcopy(model.module), output=model.output, examples=model.examples)
+            model = Model.of(copy.deepcopy(model.module), None, model.output, model.examples, model.heads)
         return _Moving(model, {name: p.detach().clone() for name, p in model.params.items()})
 
     def at(self, θ: Tensor) -> Model:
         placed = unflatten(θ, self.like)
         if self.model.module is None:
-            return Model(self.model.function, placed, self.model.output, self.model.examples)
+            return replace(self.model, params=placed)
         with torch.no_grad():
             for name, p in self.model.params.items():
                 p.copy_(placed[name])

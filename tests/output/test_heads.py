@@ -179,6 +179,37 @@ def test_presets_train_and_resume(preset: Any) -> None:
     resumes(made, step)
 
 
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_natural_gradient_gives_the_loss_the_heads_by_their_keys_in_their_shapes(kind: str) -> None:
+    model, x = detector(kind), normal(5, 3)
+    first, second = ("kind", "box") if kind == "dict" else (0, 1)
+
+    def loss(y: Any) -> Tensor:
+        assert y[second].shape == (5, 2, 2)
+        return y[first].pow(3).sum() + y[second].square().sum()
+
+    v = ng.natural_gradient(model, x, loss, heads(kind), damping=0.1)
+    gradient = torch.autograd.grad(loss(model(x)), list(model.parameters()))
+    ω = torch.cat([g.flatten() for g in gradient])
+    G = expected(model, x)
+    close(v.flatten(), torch.linalg.solve(G + 0.1 * torch.eye(len(G), dtype=G.dtype), ω))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_the_gradient_flow_of_two_heads_is_that_of_the_heads_side_by_side(kind: str) -> None:
+    model, x = detector(kind), normal(5, 3)
+    first, second = ("kind", "box") if kind == "dict" else (0, 1)
+    metric = ng.Heads({first: ng.Euclidean(), second: ng.Euclidean()})
+    flow = ng.functionspace.gradient_flow(
+        model, x, lambda y: y[first].square().sum() + y[second].square().sum(), metric, 0.2, points=3, damping=0.1
+    )
+    joined = ng.functionspace.gradient_flow(
+        model, x, lambda y: y.square().sum(), ng.Euclidean(), 0.2, points=3, damping=0.1, output=both
+    )
+    close(flow.outputs, joined.outputs)
+    close(flow.losses, joined.losses)
+
+
 def test_wrong_heads_are_refused_by_name() -> None:
     model, x = detector(), normal(5, 3)
     with pytest.raises(ValueError, match=r"the losses name a head 'mask', and the model returned 'kind', 'box'"):
