@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -88,9 +89,9 @@ def gradient_flow(
     True
     """
     metric = metric_of(metric)
-    if not time > 0 or points < 2 or not 0 < rtol < 1 or max_steps < 1:
+    if not 0 < time < math.inf or points < 2 or not 0 < rtol < 1 or max_steps < 1:
         raise ValueError(
-            f"gradient_flow needs time > 0, points ≥ 2, 0 < rtol < 1 and max_steps ≥ 1, got time={time}, "
+            f"gradient_flow needs a finite time > 0, points ≥ 2, 0 < rtol < 1 and max_steps ≥ 1, got time={time}, "
             f"points={points}, rtol={rtol}, max_steps={max_steps}"
         )
     moving = _Moving.of(Model.of(model, params, output, heads=metric.heads))

@@ -91,6 +91,7 @@ def test_a_loss_stands_for_its_metric() -> None:
     close(paths[0].outputs, paths[1].outputs)
 
 
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="needs time > 0, points ≥ 2"):
-        gradient_flow(nn.Linear(1, 1), torch.ones(1, 1), lambda y: y.sum(), ng.Euclidean(), 0.0)
+@pytest.mark.parametrize("time", [0.0, math.inf, math.nan])
+def test_wrong_arguments_are_named(time: float) -> None:
+    with pytest.raises(ValueError, match="needs a finite time > 0, points ≥ 2"):
+        gradient_flow(nn.Linear(1, 1), torch.ones(1, 1), lambda y: y.sum(), ng.Euclidean(), time)
