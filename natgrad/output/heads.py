@@ -38,6 +38,11 @@ class Heads(OutputMetric):
     shapes: Shapes = field(default=(), repr=False)  # [n *out] of the heads in the pass that is looked at
 
     def __post_init__(self) -> None:
+        if not isinstance(self.metrics, Mapping):
+            raise TypeError(
+                "Heads takes a dict of metrics by the keys or places of the heads, not a "
+                f"{type(self.metrics).__name__}: write Heads({{0: …, 1: …}}) for a model that returns a tuple"
+            )
         if not self.metrics:
             raise ValueError("Heads needs a metric for every head, and got none")
         strange = [key for key in self.weights if key not in self.metrics]

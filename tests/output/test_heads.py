@@ -222,6 +222,8 @@ def test_wrong_heads_are_refused_by_name() -> None:
         ng.Heads({"kind": F.cross_entropy})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match=r"the head 'kind' needs a metric on its outputs, got BatchGradient"):
         ng.Heads({"kind": ng.BatchGradient()})
+    with pytest.raises(TypeError, match=r"Heads takes a dict of metrics .* not a tuple: write Heads\(\{0: "):
+        ng.Heads(tuple(METRICS.values()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs a metric for every head, and got none"):
         ng.Heads({})
     with pytest.raises(ValueError, match=r"are not 2 heads of \[\] numbers"):
