@@ -376,7 +376,8 @@ class Diagnostics:
     ``metric_age`` and ``inverse_age``: steps since the metric was estimated, and since it was inverted, 0 if the last
     step did so, and None in the identity metric (power 0), which never is. ``step``: √(δᵀGδ) of the last step, whole;
     for a Fisher metric ½ of its square is, to second order, the divergence of the outputs after the step from those
-    before. ``accepted``: whether the last step was made.
+    before. Weight decay, which moves the parameters beside the step, is no part of δ. ``accepted``: whether the last
+    step was made.
     """
 
     layers: tuple[Health, ...]
