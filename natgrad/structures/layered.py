@@ -687,7 +687,7 @@ def packed_alike(block: Block, other: Block) -> bool:
     """Whether W [c o i] has every number at the same place; a rule that is the same packs alike."""
     if block.shape != other.shape:
         return False
-    return type(block.rule) is type(other.rule) or torch.equal(block.index, other.index)
+    return block.rule == other.rule or torch.equal(block.index, other.index)
 
 
 def group_weights(old: Tensor, new: Tensor, weight: Scalar, axes: int) -> Tensor:

@@ -315,6 +315,17 @@ def test_averages_of_different_layers_are_refused_by_name(kind: Any) -> None:
         old.lerp(new, 0.5)
 
 
+class Product(nn.Module):
+    """x @ W without a layer of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 class Turned(nn.Module):
     """A layer that is called in one pass, and whose weights are read past it in another."""
 
@@ -333,9 +344,10 @@ class Turned(nn.Module):
     ("layer", "past"),
     [
         (nn.Linear(3, 3), lambda layer, x: x @ layer.weight + layer.bias),
+        (Product(), lambda layer, x: x @ layer.weight.T),
         (nn.MultiheadAttention(3, 1, batch_first=True), lambda layer, x: (layer(x, x, x)[0].mul_(2) @ x.mT) @ x),
     ],
-    ids=["product", "attention"],
+    ids=["product", "operations", "attention"],
 )
 def test_averages_of_layers_that_are_packed_otherwise_are_refused_by_name(kind: Any, layer: Any, past: Any) -> None:
     model, x = Turned(layer, past).double(), normal(4, 2, 3)
