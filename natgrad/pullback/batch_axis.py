@@ -51,7 +51,8 @@ DATA_DEPENDENT = frozenset(
 
 # Outputs of modules that share the memory of what was computed inside: ``addmm`` of a linear layer, viewed as [n t o].
 _VIEWS = frozenset(
-    f"{name}Backward0"
+    f"{name}Backward{number}"
+    for number in (0, 1, 2)  # a squeeze of one axis, as in a convolution without a batch axis, has number 1
     for name in (
         "View",
         "ReshapeAlias",

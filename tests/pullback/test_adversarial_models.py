@@ -133,6 +133,27 @@ def test_the_metric_does_not_depend_on_how_the_forward_pass_is_written(
     torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
 
 
+class Unbatched(nn.Module):
+    """A convolution of one example, whose output is squeezed, and written to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 3, padding=1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.squeeze(0))
+        g = h.tanh()
+        h += 1
+        return (h + g).flatten().unsqueeze(0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES[:3], ids=repr)
+def test_a_convolution_without_a_batch_axis_may_be_written_to_in_place(structure: Structure) -> None:
+    model, x = Unbatched(), inputs().reshape(1, 3, 6)
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean())).dense()
+    torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES[:3], ids=repr)
 def test_an_operation_with_a_wrong_derivative_under_vmap_is_noticed(structure: Structure) -> None:
     """torch.cdist has one, in torch 2.13."""
