@@ -410,7 +410,8 @@ def _of_cotangent(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> list[li
         axes = {1, y.ndim - 1} if given is None else {given % y.ndim}
         return [[_of_classes(module, y, c, axis)] for axis in axes]
     if isinstance(module, nn.BCEWithLogitsLoss | nn.BCELoss):
-        return [[_gradient(module.forward, y, (c < 0).to(y.dtype))]]
+        labels = (c < 0) | ((c == 0) & (y > 0))  # a coin that is certain to come up so has no cotangent
+        return [[_gradient(module.forward, y, labels.to(y.dtype))]]
     if isinstance(module, nn.L1Loss):
         return [[_gradient(module.forward, y, y - c.sign())]]
     return []
@@ -473,11 +474,16 @@ def _weights(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor, tolerance: floa
 def _without_gradient(loss: TermLoss | HessianLoss, y: Tensor, cotangent: Tensor) -> float:
     """The share of terms that the loss that is trained leaves out, where the loss given counts them.
 
-    An output of zero may equal its target (behind a ReLU), and in half precision small cotangents are zero.
+    An output of zero, or at an end of its range, may equal its target (behind a ReLU or a clamp). In half precision
+    small cotangents are zero, and outputs that fit well equal their targets.
     """
-    if isinstance(loss, ClassLoss | HessianLoss) or cotangent.dtype is torch.float16:
+    if isinstance(loss, ClassLoss | HessianLoss) or cotangent.dtype in (torch.float16, torch.bfloat16):
         return 0.0
-    return float(((cotangent == 0) & (y != 0)).double().mean())
+    inside = y != 0
+    for end in (y.min(), y.max()):
+        at_end = y == end
+        inside = inside & ~at_end if int(at_end.sum()) > 1 else inside
+    return float(((cotangent == 0) & inside).double().mean())
 
 
 def _may_be_soft(loss: TermLoss | HessianLoss, c: Tensor, tolerance: float) -> bool:

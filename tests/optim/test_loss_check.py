@@ -156,6 +156,47 @@ def test_terms_without_a_gradient_are_told_where_the_metric_counts_them(
         run(*vectors(), given, lambda y: given(y.gather(1, ACTIONS), values), strict=True)
 
 
+def _near(y: Tensor) -> Tensor:
+    """Targets that rounding makes equal to many of the outputs."""
+    return (y.detach() * (1 + 0.01 * normal(*y.shape, seed=8))).to(y.dtype)
+
+
+EQUAL: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, Any, Train]] = {
+    "behind a clamp": (
+        lambda y: y.clamp(-0.01, 0.01),
+        torch.float64,
+        F.mse_loss,
+        lambda y: F.mse_loss(y, 0.02 * COINS - 0.01),
+    ),
+    "certain coins": (
+        lambda y: 1e3 * y,
+        torch.float64,
+        nn.BCEWithLogitsLoss(),
+        lambda y: F.binary_cross_entropy_with_logits(y, COINS),
+    ),
+    "in bfloat16": (lambda y: y, torch.bfloat16, F.mse_loss, lambda y: F.mse_loss(y, _near(y))),
+}
+
+
+class Ended(nn.Module):
+    """A network with a function behind it."""
+
+    def __init__(self, net: nn.Module, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.end = net, end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.net(x))
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_outputs_that_equal_their_targets_are_no_mask(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    end, dtype, given, train = EQUAL[name]
+    model, x = vectors()
+    run(Ended(model, end).to(dtype), x.to(dtype), given, train, steps=1)
+    assert not messages(caplog)
+
+
 def test_the_loss_with_its_mask_has_the_metric_of_the_terms_that_are_trained() -> None:
     (model, x), values = vectors(), normal(N, 1, seed=6)
     other = copy.deepcopy(model)
