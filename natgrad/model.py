@@ -259,7 +259,10 @@ class Model:
             if isinstance(raw, Mapping | list):
                 changed[key] = tensor
             else:
-                object.__setattr__(changed, str(key), tensor)  # a dataclass may be frozen
+                try:
+                    setattr(changed, str(key), tensor)
+                except AttributeError:  # of a frozen dataclass
+                    object.__setattr__(changed, str(key), tensor)
         return changed
 
     def by_example(self, t: Tensor, x: Inputs) -> Tensor:

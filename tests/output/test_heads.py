@@ -312,13 +312,37 @@ class InDataclass(Detector):
         return Detection(kind, box)
 
 
+class Fields:
+    """An object that stores its attributes in its own way."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        vars(self)["tensors"] = tensors
+
+    def __copy__(self) -> Fields:
+        return Fields(**self.tensors)
+
+    def __getattribute__(self, name: str) -> Any:
+        stored = {} if name.startswith("_") else object.__getattribute__(self, "__dict__").get("tensors", {})
+        return stored[name] if name in stored else object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.tensors[name] = value
+
+
+class InFields(Detector):
+    def forward(self, x: Tensor) -> Any:
+        kind, box, _ = super().forward(x).values()
+        return Fields(kind=kind, box=box)
+
+
 @pytest.mark.parametrize("several", [True, False])
-def test_a_dataclass_shows_which_labels_are_ignored_as_a_dict_does(several: bool) -> None:
+def test_an_object_shows_which_labels_are_ignored_as_a_dict_does(several: bool) -> None:
     losses, t, x = {"kind": nn.CrossEntropyLoss(), "box": nn.MSELoss()}, torch.tensor([0, -100, 2, -100]), normal(4, 3)
     found = []
     cases: tuple[tuple[type[Detector], Callable[[Any], Tensor]], ...] = (
         (Detector, lambda out: out["kind"]),
         (InDataclass, lambda out: out.kind),
+        (InFields, lambda out: out.kind),
     )
     for build, kind_of in cases:
         model = seeded(lambda build=build: build().double())  # type: ignore[misc]
@@ -332,8 +356,9 @@ def test_a_dataclass_shows_which_labels_are_ignored_as_a_dict_does(several: bool
         loss.backward()
         opt.step()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    of_dict, of_dataclass = found
-    close(of_dict, of_dataclass)
+    of_dict, *of_objects = found
+    for of_object in of_objects:
+        close(of_dict, of_object)
 
 
 class WithNumber(Detector):
