@@ -307,6 +307,10 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
+        if self.model.heads is not None and self._metric_of_pass is self.observer.output_metric:
+            # No pass was estimated since a state was loaded.
+            with torch.no_grad():
+                self._metric_of_pass = self._metric_of_pass.shaped(self.model.evaluated(None, self.batch.x)[1])
         return BatchQueries(self.batch, self._metric_of_pass, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:

@@ -166,6 +166,51 @@ def test_a_batch_whose_pass_was_made_before_the_state_was_saved_counts_once(name
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.box = nn.Linear(3, 4), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"kind": self.kind(x), "box": self.box(x)}
+
+
+@pytest.mark.parametrize("amid", [True, False])
+def test_a_rule_may_ask_about_heads_before_a_resumed_run_has_estimated_their_metric(amid: bool) -> None:
+    """The pass was made before the state was saved, or the metric is not due."""
+    x, t = torch.ones(6, 3).cumsum(0), torch.arange(6) % 4
+    losses = {"kind": nn.CrossEntropyLoss(), "box": nn.MSELoss()}
+    structure = ng.Kronecker() if amid else ng.Refresh(ng.Kronecker(), every=2)
+
+    def optimizer(model: nn.Module) -> ng.NaturalGradient:
+        return ng.NaturalGradient(model, losses, structure=structure, step=ng.SelfTuned(), damping=0.1)
+
+    def run(model: nn.Module, opt: ng.NaturalGradient, steps: int, saves: bool = False) -> None:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            y = model(x)
+            loss = F.cross_entropy(y["kind"], t) + F.mse_loss(y["box"], x[:, :2])
+            loss.backward()
+            if saves and amid and not saved:
+                saved.append(copy.deepcopy({"model": model.state_dict(), "opt": opt.state_dict()}))
+            return loss
+
+        for _ in range(steps):
+            opt.step(closure)
+
+    saved: list[dict[str, Any]] = []
+    model, other = seeded(TwoHeads), TwoHeads()
+    opt, again = optimizer(model), optimizer(other)
+    run(model, opt, 3)
+    if not amid:
+        saved.append(copy.deepcopy({"model": model.state_dict(), "opt": opt.state_dict()}))
+    run(model, opt, 2, saves=True)
+    other.load_state_dict(saved[0]["model"])
+    again.load_state_dict(saved[0]["opt"])
+    run(other, again, 2)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
 def test_a_state_before_the_first_step_can_be_resumed() -> None:
     of, fresh = task("classes"), task("classes")
     opt, other = _optimizer(of, "diagonal_averaged", 7), _optimizer(fresh, "diagonal_averaged", 8)
