@@ -174,14 +174,14 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         tracker.outside, tracker.unreached = (frozenset(state.get(key, ())) for key in ("outside", "unreached"))
         tracker.weight.total, tracker.weight.step_size = state["mass"]
         tracker.discard()
-        if state.get("counted", False):
-            tracker.skip_counted()
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
         preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
         preconditioner.unseen = frozenset() if average is None else average.unseen
         if preconditioner.freshness is not None:
             preconditioner.freshness.load(freshness)
         _seed(tracker.generator, state["generator"].cpu(), state["rank"], tracker.world.rank)
+        if state.get("counted", False):
+            tracker.skip_counted()
 
     return go_on
 

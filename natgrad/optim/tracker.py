@@ -260,7 +260,8 @@ class MetricTracker:
         self._agreed = False  # all processes are in a pass together, and raise together
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
-        self._counted = False  # the same: a state was loaded whose average has the passes of this step
+        # The state of the generator, if a state was loaded whose average has the passes of this step.
+        self._counted: Tensor | None = None
         self._suspended = False
         self._in_backward: list[tuple[int, BackwardEstimate]] = []  # of this step, with their numbers of examples
         self._waiting: list[Waiting] = []  # passes of this step whose loss the metric must see first
@@ -377,16 +378,18 @@ class MetricTracker:
     def skip_counted(self) -> None:
         """Go on from a state whose average has the passes of this step: when they come again, they do not count.
 
-        They could not be left out of the state: the average is changed in place.
+        They could not be left out of the state: the average is changed in place. The numbers that they drew are not
+        drawn again.
         """
-        self.weight.examples, self.absorbed, self._counted = self.weight.step_size, True, True
+        self.weight.examples, self.absorbed = self.weight.step_size, True
+        self._counted = self.generator.get_state()
 
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
         self.abandon()
         self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
-        self._counted = False
+        self._counted = None
         self.absorbed, self.weight.examples, self._next_weight = False, 0, None
         self._problem, self._agreed = None, False
         self._unreached = None
@@ -546,10 +549,7 @@ class MetricTracker:
         with self.checked(trained=False):
             batch = Batch(self.model, x, target)
             try:
-                if self._counted:
-                    self.batch = batch
-                else:
-                    self._add(self.observer.of(batch, averaged=self._averaged))
+                self._add(self.observer.of(batch, averaged=self._averaged))
             except Exception as error:
                 if self.world.size == 1 or self._agreed:
                     raise
@@ -600,7 +600,7 @@ class MetricTracker:
         state = get_rng_state(self.model.example.device) if self._queried else None
         x = Arguments(args, kwargs)
         self.batch = Batch(self.model, x, rng_state=state)
-        if not due or self._counted:
+        if not due:
             return
         self._note_mode()
         if not self.structure.one_pass:
@@ -825,6 +825,9 @@ class MetricTracker:
             self.use_model(pb.model)
         self.batch, self._metric_of_pass = pb.batch, pb.metric
         self._note_terms(pb.y)
+        if self._counted is not None:  # the step rule may ask about the batch
+            self.generator.set_state(self._counted)
+            return
         if self.metric.source == "backward":
             self._wait_for_backward(pb)
             return

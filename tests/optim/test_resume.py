@@ -119,6 +119,7 @@ def test_a_state_dict_is_a_snapshot() -> None:
 AMID: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
     "kfac": lambda m: ng.KFAC(m, ng.Euclidean()),
     "kfac_of_a_loss": lambda m: ng.KFAC(m, nn.CrossEntropyLoss()),
+    "kfac_sampled": lambda m: ng.KFAC(m, SAMPLED),
     "kfac_empirical": lambda m: ng.KFAC(m, ng.Empirical()),
     "kfac_tuned": lambda m: ng.KFAC(m, ng.Euclidean(), step=ng.SelfTuned()),
     "ekfac": lambda m: ng.EKFAC(m, ng.Euclidean()),
@@ -208,6 +209,30 @@ def test_a_rule_may_ask_about_heads_before_a_resumed_run_has_estimated_their_met
     other.load_state_dict(saved[0]["model"])
     again.load_state_dict(saved[0]["opt"])
     run(other, again, 2)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 3.0, 4.0])], ids=["ignored", "weighted"])
+def test_a_rule_may_ask_about_the_terms_of_a_batch_that_counts_once(weight: Tensor | None) -> None:
+    x, t, loss = torch.ones(6, 3).cumsum(0), torch.tensor([0, -100, 1, 2, -100, 3]), nn.CrossEntropyLoss(weight=weight)
+    model, other = seeded(lambda: nn.Linear(3, 4)), nn.Linear(3, 4)
+    opt, again = (ng.KFAC(each, loss, step=ng.SelfTuned()) for each in (model, other))
+
+    def run(model: nn.Module, opt: ng.NaturalGradient, saves: bool = False) -> None:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            value: Tensor = loss(model(x), t)
+            value.backward()
+            if saves:
+                other.load_state_dict(model.state_dict())
+                again.load_state_dict(opt.state_dict())
+            return value
+
+        opt.step(closure)
+
+    for saves in (False, False, True):
+        run(model, opt, saves)
+    run(other, again)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
