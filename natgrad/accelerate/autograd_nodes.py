@@ -16,6 +16,12 @@ LEAF = _nodes.AccumulateGrad
 TRANSPOSES_AND_CASTS = frozenset({_nodes.TBackward0, _nodes.TransposeBackward0, _nodes.ToCopyBackward0})
 UNTYPED = "CppFunction"  # the type of all nodes that have no type of their own
 
+VIEWS = (  # how the names of nodes begin whose outputs share the memory of their argument, or may do so
+    *("Expand", "View", "UnsafeView", "ReshapeAlias", "Slice", "Select", "Permute", "Transpose", "TBackward"),
+    *("Unsqueeze", "Squeeze", "Alias"),
+)
+WRITTEN_VIEW = "torch::autograd::CopySlices"  # an operation in place on a view; its first argument is what was viewed
+
 # Arguments of an operation that are numbers: the axes that it works along, and whether it uses batch statistics.
 _AXES = frozenset(
     f"_saved_{name}"

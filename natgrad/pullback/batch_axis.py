@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.autograd_nodes import output_shape
+from natgrad.accelerate.autograd_nodes import VIEWS, WRITTEN_VIEW, output_shape
 from natgrad.errors import BatchStatisticsError, NonFiniteError, UncoveredError
 from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, tensors_of
@@ -49,26 +49,6 @@ DATA_DEPENDENT = frozenset(
 )
 
 
-# Outputs of modules that share the memory of what was computed inside: ``addmm`` of a linear layer, viewed as [n t o].
-_VIEWS = frozenset(
-    f"{name}Backward{number}"
-    for number in (0, 1, 2)  # a squeeze of one axis, as in a convolution without a batch axis, has number 1
-    for name in (
-        "View",
-        "ReshapeAlias",
-        "Transpose",
-        "T",
-        "Permute",
-        "Squeeze",
-        "Unsqueeze",
-        "Select",
-        "Slice",
-        "Alias",
-    )
-)
-_WRITTEN = "torch::autograd::CopySlices"  # an operation in place on a view; its first argument is what was viewed
-
-
 @final
 @dataclass(frozen=True)
 class ProvenAxes:
@@ -89,18 +69,18 @@ class ProvenAxes:
     @cached_property
     def overwritten(self) -> frozenset[Any]:
         """The nodes whose outputs were changed in place through a view of them."""
-        return frozenset(node.next_functions[0][0] for node in self.reached if node.name() == _WRITTEN)
+        return frozenset(node.next_functions[0][0] for node in self.reached if node.name() == WRITTEN_VIEW)
 
     def bypasses(self, use: Use) -> bool:
         """Whether y depends on an output of a use around its edge, as ``h *= h.sigmoid()`` with a view h does.
 
-        The edge is that of the view. What is written to the view goes to the memory below it: a part of the cotangent
-        comes from there.
+        The edge is that of the view: the output of a linear layer on [n t i] is one of ``addmm``. What is written to
+        the view goes to the memory below it, and a part of the cotangent comes from there.
         """
         return bool(self.overwritten) and any(edge is not None and self._is_bypassed(edge.node) for edge in use.edges)
 
     def _is_bypassed(self, node: Any) -> bool:
-        while node is not None and node.name() in _VIEWS:
+        while node is not None and node.name().startswith(VIEWS):
             node = node.next_functions[0][0]
             if node in self.overwritten:
                 return True

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from natgrad.accelerate.autograd_nodes import VIEWS
 from natgrad.accelerate.dispatch import OperationMode, base, storage, version
 from natgrad.errors import NatgradError
 from natgrad.pullback.graph import leaf_below
@@ -649,18 +650,6 @@ def _within(write: Map, shape: Sequence[int], stride: Sequence[int], start: int)
 
 
 _TOP = "the output"
-_VIEWS = (
-    "Expand",
-    "View",
-    "UnsafeView",
-    "Slice",
-    "Select",
-    "Permute",
-    "Transpose",
-    "TBackward",
-    "Unsqueeze",
-    "Squeeze",
-)
 
 
 def missed(y: Tensor, uses: Iterable[Operation], params: Mapping[str, Tensor]) -> dict[str, str]:
@@ -679,6 +668,6 @@ def missed(y: Tensor, uses: Iterable[Operation], params: Mapping[str, Tensor]) -
         if name is not None:
             result[name] = above
         # A view on the way is not what reads the parameter.
-        reader = above if node.name().startswith(_VIEWS) and above != _TOP else node.name()
+        reader = above if node.name().startswith(VIEWS) and above != _TOP else node.name()
         stack += [(to, reader) for to, nr in node.next_functions if to and (node, to, nr) not in claimed]
     return result
