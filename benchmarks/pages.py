@@ -200,7 +200,7 @@ def races(folder: Path = RECORDS) -> str:
         if not found:
             missing.append(RACES[name])
             continue
-        columns = [0, 1, 2, 3, 5, 6, 7, *([8, 13, 9] if task.score_name == "accuracy" else []), 10, 12]
+        columns = [0, 1, 2, 3, 5, 6, 7, *([8, 13, 9] if task.score_name == "accuracy" else []), 10]
         head = [HEAD[c] for c in columns]
         lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
         table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))

@@ -74,7 +74,8 @@ class Record:
 
     ``ms``: milliseconds a step, the median of the intervals between checkpoints without the first. A run that
     diverges ends there, and its ``loss`` is None. ``total``: seconds of training; ``wall``: with validation and all.
-    ``graphed``: whether the passes were a CUDA graph.
+    ``peak_mib``: the peak memory of the run, without the data; older records count the workspaces of the runs before
+    them, too. ``graphed``: whether the passes were a CUDA graph.
     """
 
     run: Run
@@ -307,6 +308,7 @@ def train(
     if device.type == "cuda":
         gc.collect()  # the graphs of the last run
     began = time.perf_counter()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # data; what earlier runs have left
     trainer = Trainer(run, task, data, device)
     trainer.warm_up(run)
     if device.type == "cuda":
@@ -351,7 +353,7 @@ def train(
         wall=round(time.perf_counter() - began, 4),
         size=data.size,
         parameters=sum(p.numel() for p in trainer.model.parameters()),
-        peak_mib=torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0.0,
+        peak_mib=(torch.cuda.max_memory_allocated(device) - before) / 2**20 if device.type == "cuda" else 0.0,
         device=device_name(),
         torch=torch.__version__,
         precision=torch.get_float32_matmul_precision(),
@@ -469,16 +471,31 @@ def equal_seconds(race: Race, task: Task, optimizer: str, share: float = 1.0) ->
     """The final runs with as many steps as fit into a share of AdamW's time, each with the whole schedule."""
     if optimizer == "adamw":
         return
-    theirs = race.records.of(task.name, REPORT, "adamw", task.steps)
-    groups: dict[tuple[float, float], list[Record]] = {}
-    for record in race.records.of(task.name, REPORT, optimizer, task.steps):
-        groups.setdefault(record.run.setting, []).append(record)
+    theirs = _best_adamw(race.records, task)
+    tuned = chosen(race.records, task, optimizer)
+    groups = _groups(race.records, task, optimizer)
     for setting, ours in groups.items():
+        if tuned in groups and setting != tuned:
+            continue
         ratio = _mean(r.total for r in theirs) / _mean(r.total for r in ours if r.loss is not None)
         if math.isfinite(ratio) and ratio > 0:
             for record in ours:
                 steps = max(1, round(share * ratio * task.steps))
                 race.result(Run(task.name, optimizer, *setting, record.run.seed, steps, REPORT), task)
+
+
+def _groups(records: Records, task: Task, optimizer: str) -> dict[tuple[float, float], list[Record]]:
+    """The final runs of an optimizer, by setting."""
+    groups: dict[tuple[float, float], list[Record]] = {}
+    for record in records.of(task.name, REPORT, optimizer, task.steps):
+        groups.setdefault(record.run.setting, []).append(record)
+    return groups
+
+
+def _best_adamw(records: Records, task: Task) -> list[Record]:
+    """The final runs of AdamW with the setting of the lowest loss: what the others are compared with."""
+    groups = _groups(records, task, "adamw").values()
+    return min(groups, key=lambda group: _mean(r.final for r in group), default=[])
 
 
 # The report.
@@ -489,15 +506,14 @@ def rows(records: Records, task: Task) -> Iterator[list[str]]:
     groups: dict[tuple[str, float, float], list[Record]] = {}
     for record in records.of(task.name, REPORT, steps=task.steps):
         groups.setdefault((record.run.optimizer, *record.run.setting), []).append(record)
-    adamws = [group for (name, *_), group in groups.items() if name == "adamw"]
-    reference = min(adamws, key=lambda g: _mean(r.final for r in g), default=[])
+    reference = _best_adamw(records, task)
     seconds, level = _mean(r.total for r in reference), _mean(r.final for r in reference)
     levels = {r.run.seed: r.final for r in reference}
     for (name, lr, decay), group in sorted(groups.items(), key=lambda item: _mean(r.final for r in item[1])):
         others = [r for r in records.of(task.name, REPORT, name) if r.run.setting == (lr, decay)]
         timed = [r for r in others if r.run.steps != task.steps and reference]
         half = [r for r in timed if r.total < 0.75 * seconds]
-        whole = group if group is reference else [r for r in timed if r not in half]
+        whole = group if name == "adamw" and group == reference else [r for r in timed if r not in half]
         reached = _mean(r.reaches(levels.get(r.run.seed, level)) for r in group) / seconds if reference else math.nan
         yield [
             name,
