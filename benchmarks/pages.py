@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -226,6 +227,69 @@ def _tuned_rows(records: Records, task: Task) -> list[list[str]]:
     return [row for row in rows if row is tuned[row[0]]]
 
 
+SHORT_RACES = {
+    "decoder": "decoder 6 × 384",
+    "decoder-large": "decoder 12 × 768",
+    "lstm": "LSTM",
+    "vit": "ViT",
+    "resnet18": "ResNet-18",
+    "autoencoder": "auto-encoder",
+    "uci": "MLP",
+}
+
+
+def _short(optimizer: str) -> str:
+    """``Muon`` for ``ng-muon``: the name up to the arguments."""
+    return NAMES_OF_RACERS[optimizer].partition(",")[0]
+
+
+def winners(folder: Path = RECORDS) -> str:
+    """The lowest loss of every race and the next ones, at equal steps and in AdamW's seconds.
+
+    ``≈`` stands before a mean that is above the last one by less than the deviation of their difference.
+    """
+    records = Records.load(folder)
+    columns = [HEAD.index(c) for c in ("loss, equal steps", "own schedule, AdamW's seconds")]
+    lines = ["| network | equal steps | AdamW's seconds |", "| --- | --- | --- |"]
+    for name, task in tasks().items():
+        rows = _tuned_rows(records, task)
+        cells = []
+        for column in columns:
+            found = [(row[0], *row[column].split(" ± ")) for row in rows if " ± " in row[column]]
+            cell, last = "", (math.inf, 0.0)
+            for optimizer, *numbers in sorted(found, key=lambda each: float(each[1]))[:4]:
+                mean, deviation = map(float, numbers)
+                level = mean - last[0] < math.hypot(deviation, last[1])
+                digits = f"{mean:.1f}" if mean > 10 else f"{mean:.3f}"
+                cell += (" ≈ " if level else " < ") * bool(cell) + f"{_short(optimizer)} {digits}"
+                last = mean, deviation
+            cells.append(cell)
+        lines.append(f"| {SHORT_RACES[name]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ends_of_the_grid(folder: Path = RECORDS) -> str:
+    """Where the best learning rate is the smallest or the largest that was tried."""
+    records = Records.load(folder)
+    ends: dict[str, dict[str, list[str]]] = {"smallest": {}, "largest": {}}
+    for name, task in tasks().items():
+        log = folder / f"{name}-screen.log"  # short runs of which only the printed lines are left
+        printed = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        for row in _tuned_rows(records, task):
+            names = {row[0], "natural-every-25"} if row[0] == "natural" else {row[0]}
+            tried = {record.run.lr for each in names for record in records.of(name, TUNE, each)}
+            tried |= {float(words[3]) for words in printed if words[1] in names}
+            best = float(row[1].partition(",")[0])
+            for end, lr in (("smallest", min(tried)), ("largest", max(tried))):
+                if best == lr and len(tried) > 1:
+                    ends[end].setdefault(_short(row[0]), []).append(SHORT_RACES[name])
+    return "; ".join(
+        f"the {end} for " + ", ".join(f"{optimizer} ({', '.join(found)})" for optimizer, found in by_name.items())
+        for end, by_name in ends.items()
+        if by_name
+    )
+
+
 def race(task: str, optimizer: str, column: str, folder: Path = RECORDS) -> str:
     """A cell of the row of an optimizer, without its deviation: race("decoder", "adamw", "loss, equal steps")."""
     rows = {row[0]: row for row in _tuned_rows(Records.load(folder), tasks()[task])}
@@ -321,8 +385,20 @@ def pde_where(least: float, most: float = float("inf")) -> str:
 NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
     function.__name__: function
     for function in (
-        *(results, machine, ratios, section, claims, ratio, claim, span, training, races, race, ablation, vi_table),
-        *(cifar_table, cifar_figures, regression_table, online_table, pde_tables, pde, pde_gaps, pde_where, step_cost),
+        *(results, machine, ratios, section, claims, ratio, claim, span, training, races, race, winners, vi_table),
+        *(
+            ablation,
+            ends_of_the_grid,
+            cifar_table,
+            cifar_figures,
+            regression_table,
+            online_table,
+            pde_tables,
+            pde,
+            pde_gaps,
+            pde_where,
+            step_cost,
+        ),
     )
 }
 

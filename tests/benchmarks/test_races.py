@@ -318,3 +318,26 @@ def test_the_pages_name_an_optimizer_by_the_call_that_was_raced(name: str) -> No
 def test_every_optimizer_with_a_record_has_a_name_on_the_pages() -> None:
     raced = {run.optimizer for run in races.Records.load(pages.RECORDS).by_run}
     assert not raced - pages.NAMES_OF_RACERS.keys()
+
+
+def test_the_order_of_a_race_tells_what_is_level(tmp_path: Path) -> None:
+    records = races.Records(tmp_path)
+    losses = {"natural": (1.0, 1.2), "ng-muon": (1.05, 1.25), "adamw": (2.0, 2.1)}
+    for optimizer, finals in losses.items():
+        for seed, final in enumerate(finals):
+            each = record(optimizer, [1.0], [final], seed=seed)
+            records.add(replace(each, run=replace(each.run, task="uci", steps=1500)))
+    row = next(line for line in pages.winners(tmp_path).splitlines() if line.startswith("| MLP"))
+    assert row.split(" | ")[1] == "**`ng.Natural`** 1.100 ≈ Muon 1.150 < AdamW 2.050"
+
+
+def test_a_best_learning_rate_at_an_end_of_the_grid_is_named(tmp_path: Path) -> None:
+    records = races.Records(tmp_path)
+    tried = {"ng-soap": (1e-3, 2e-3, 4e-3), "adamw": (1e-3, 5e-4, 2e-3)}
+    for optimizer, rates in tried.items():
+        for place, lr in enumerate(rates):
+            each = record(optimizer, [1.0], [1.0 + place])
+            tuned = replace(each.run, task="uci", lr=lr, split=race_models.TUNE, steps=400)
+            records.add(replace(each, run=tuned))
+        records.add(replace(each, run=replace(each.run, task="uci", lr=rates[0], steps=1500)))
+    assert pages.ends_of_the_grid(tmp_path) == "the smallest for SOAP (MLP)"
