@@ -179,14 +179,13 @@ class Clock:
         return self.end - time.monotonic()
 
     def fits(self, run: Run, records: Records) -> bool:
-        """Whether there is time for a run, by the usual run of this optimizer on the task, or else of any.
+        """Whether there is time for a run, by the fastest run of this optimizer on the task, or else of any.
 
-        Tuning runs may share a GPU with others: what runs alone is told by those that ran alone, where there are some.
+        The fastest, because others may have shared the GPU.
         """
         same = [r for r in records.by_run.values() if r.run.task == run.task and r.device == device_name() and r.step]
         mine = [r for r in same if r.run.optimizer == run.optimizer] or same
-        mine = [r for r in mine if r.run.split == run.split] or [r for r in same if r.run.split == run.split] or mine
-        needed = statistics.median(r.wall / r.step[-1] for r in mine) * run.steps if mine else 0.0
+        needed = min((r.wall / r.step[-1] for r in mine), default=0.0) * run.steps
         return self.left > 1.2 * needed + 1
 
 
