@@ -123,8 +123,11 @@ class LowRankOperator(Operator):
         """s [r] and d [p] of G^p = U diag(s) Uᵀ + diag(d)."""
         if self.power == 1:
             return self.values, self.floor
-        outside = self.floor.pow(self.power)
-        return (self.values + self.floor[0]).pow(self.power) - outside[0], outside
+        spectrum = torch.cat([self.floor[:1], self.values + self.floor[0]])
+        rounding = self.floor.numel() * torch.finfo(spectrum.dtype).eps * spectrum.amax()
+        # As in ``powered``: 10⁻¹⁶ is rounding, and its fourth root 10⁻⁴ would not look like it.
+        outside, inside = torch.where(spectrum > rounding, spectrum, 0.0).pow(self.power).tensor_split([1])
+        return inside - outside, outside.expand_as(self.floor)
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ, times the power."""

@@ -56,6 +56,15 @@ def test_the_power_one_is_the_metric_as_it_always_was(structure: str) -> None:
     close(kind(power=0.5).estimate(pb).with_power(1.0).dense(), kind().estimate(pb).dense(), 0.0)
 
 
+@pytest.mark.parametrize("power", [0.5, 0.25, 0.1])
+@pytest.mark.parametrize("rank", [2, 3, 9])
+def test_a_low_rank_metric_of_enough_rank_has_the_dense_power(rank: int, power: float) -> None:
+    """G of rank 2: what its diagonal has beside the eigenpairs is rounding, of which the fourth root is 10⁻⁴."""
+    model, x = nn.Linear(5, 1, bias=False).double(), normal(2, 5)
+    G = ng.LowRank(rank, power=power).estimate(ng.pullback(model, x, ng.Euclidean()))
+    close(G.dense(), oracle_power(x.T @ x / 2, power), 1e-12)
+
+
 def test_powers_of_a_low_rank_metric_have_a_level_floor_and_its_trace() -> None:
     G = ng.LowRank(3).estimate(pullback())
     level = G.with_power(0.5).with_power(1.0)
