@@ -82,8 +82,9 @@ class LowRank(Structure):
         metric, solve, factors = (r + 1) * p + r, 4 * r * p, {"U": (1, p, r)}
         if iterative:
             return Cost(metric, 0, solve, p, factors)
-        inverse = (r + 1) * p + r**2 if self.power == 1 else r + 1  # with another power U is that of the metric
-        return Cost(metric + inverse, r**2 * p, solve, p, factors)
+        if self.power != 1:  # U is that of the metric
+            return Cost(metric + r + 1, r**2 * p, 2 * solve, p, factors)
+        return Cost(metric + (r + 1) * p + r**2, r**2 * p, 3 * solve, p, factors)
 
 
 @final
@@ -223,9 +224,7 @@ class LowRankInverse(Inverse):
     factor: Tensor  # [r r]
 
     def solve(self, ω: Tensor) -> Tensor:
-        scaled = self.scale * ω
-        inner = torch.cholesky_solve((self.root.T @ scaled).unsqueeze(-1), self.factor).squeeze(-1)
-        return scaled - self.scale * (self.root @ inner)
+        return self._solved(ω.unsqueeze(0)).squeeze(0)
 
     @property
     def noise(self) -> int:
@@ -242,6 +241,11 @@ class LowRankInverse(Inverse):
 
     def _solved(self, ω: Tensor) -> Tensor:
         """``solve`` of every row of ω [s p]."""
+        # For ω in the range of B, the usual case, nearly all of it cancels in the difference above: refine.
+        v = self._applied(ω)
+        return v + self._applied(ω - v / self.scale - (v @ self.root) @ self.root.T)
+
+    def _applied(self, ω: Tensor) -> Tensor:
         scaled = self.scale * ω
         inner = torch.cholesky_solve((scaled @ self.root).T, self.factor).T
         return scaled - self.scale * (inner @ self.root.T)

@@ -43,6 +43,17 @@ def test_regular_metrics_need_no_damping(structure: Structure) -> None:
     close(ng.sharp(G, w).flatten(), torch.linalg.solve(G.dense(), w.flatten()))
 
 
+@pytest.mark.parametrize(("damping", "tolerance"), [(1e-8, 1e-12), (1e-10, 1e-8), (1e-12, 1e-4)])
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel(), ng.LowRank(4), ng.LowRank(40)], ids=repr)
+def test_a_small_damping_solves_a_covector_in_the_range(structure: Structure, damping: float, tolerance: float) -> None:
+    """(G + λ)v = ω for ω = Gu, of which nearly all cancels in the (ω − …)/λ of Woodbury's identity."""
+    model, x = torch.nn.Linear(30, 1, bias=False).double(), normal(4, 30)
+    matrix = x.T @ x / 4
+    G, w = structure.estimate(ng.pullback(model, x, ng.Euclidean())), matrix @ normal(30)
+    v = ng.sharp(G, ng.Covector({"weight": w[None]}), damping=damping).flatten()
+    close(matrix @ v + damping * v, w, tolerance)
+
+
 def test_blocks_of_one_size_are_solved_each_by_itself() -> None:
     """Two blocks of three and one of two, at interleaved positions."""
     index = [torch.tensor([0, 5, 2]), torch.tensor([1, 7]), torch.tensor([6, 3, 4])]
