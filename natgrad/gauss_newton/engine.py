@@ -173,7 +173,7 @@ class LeastSquares:
     gradients where neither fits into ``memory``, bytes. ``Kronecker`` preconditions by K-FAC (Dangel et al. 2024).
     ``step``: any step rule; by default ``GeodesicSearch``, whose steps always lower the loss and whose λ rises where
     only short steps do. It starts at ``damping``, by default a thousandth of the mean eigenvalue of G. ``solver``: for
-    ``Implicit`` and layered structures. The attributes ``lr`` and ``rule`` may be set between two steps.
+    all structures but ``Kernel`` and ``Dense``. The attributes ``lr`` and ``rule`` may be set between two steps.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -198,6 +198,7 @@ class LeastSquares:
     ) -> None:
         if structure is not None:
             check_slots(structure=(structure, Structure))
+            structure.require_whole("LeastSquares")
         if solver is not None:
             check_slots(solver=(solver, Solver))
         if step is not None:

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.errors import MemoryBoundError, SingularMetricError
+from natgrad.errors import IncompatibleError, MemoryBoundError, SingularMetricError
 from natgrad.linalg import check_finite, check_positive
 from natgrad.pullback.pullback import Pullback
 from natgrad.solve.cg import CG
@@ -354,6 +354,12 @@ def jacobian_of(
     layout = Layout(pullbacks[0].model.like, pullbacks[0].y.dtype)
     sizes = Sizes.of(pullbacks, memory)
     structure = structure or sizes.chosen()
+    if solver is not None and isinstance(structure, (Kernel, Dense)):
+        kind = type(structure).__name__
+        raise IncompatibleError(
+            f"LeastSquares(solver=…) does not work with {kind}, which solves by its own factorisation: give "
+            "structure=Implicit() for CG, or leave the solver out"
+        )
     if isinstance(structure, Kernel) or (isinstance(structure, Dense) and sizes.rows_fit):
         if isinstance(structure, Kernel):
             sizes.admit_kernel()

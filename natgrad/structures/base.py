@@ -197,7 +197,7 @@ class Structure(ABC):
     def require_whole(self, user: str) -> None:
         """Refuse a power on behalf of a user for whom G is the curvature of a loss, and not only a metric."""
         if self.power != 1:
-            raise IncompatibleError(f"{user} does not work with {self!r}: its precision is G, not G^p. Use power=1")
+            raise IncompatibleError(f"{user} does not work with {self!r}: its curvature is G, not G^p. Use power=1")
 
     def arrange(self, blocks: Sequence[Block]) -> list[Block]:
         """The layers as this structure keeps them."""

@@ -28,6 +28,19 @@ def test_a_class_without_points_is_named() -> None:
         ng.LeastSquares(residuals, network(2, 5, 1)).step()
 
 
+@pytest.mark.parametrize("structure", [ng.Dense(power=0.5), ng.Kernel(power=0.5), ng.Kronecker(power=0.5)], ids=repr)
+def test_a_power_of_the_metric_is_refused(structure: Structure) -> None:
+    with pytest.raises(IncompatibleError, match=r"LeastSquares does not work with .*power=0\.5.*Use power=1"):
+        ng.LeastSquares(ng.Residuals(plain, grid(4)), network(2, 5, 1), structure=structure)
+
+
+@pytest.mark.parametrize("structure", [None, ng.Dense(), ng.Kernel()], ids=repr)
+def test_a_solver_is_refused_where_the_structure_has_its_own(structure: Structure | None) -> None:
+    fit = ng.LeastSquares(ng.Residuals(plain, grid(4)), network(2, 5, 1), structure=structure, solver=ng.CG())
+    with pytest.raises(IncompatibleError, match=r"solver=….*its own factorisation: give structure=Implicit\(\) for CG"):
+        fit.step()
+
+
 def test_residuals_that_are_nan_at_the_start_are_named() -> None:
     x = grid(4)
     x[3] = torch.nan

@@ -250,7 +250,7 @@ def test_a_plan_says_the_power() -> None:
 
 def test_where_the_metric_is_a_curvature_powers_are_refused() -> None:
     model, half, x = nn.Linear(3, 2).double(), ng.Dense(power=0.5), normal(5, 3)
-    with pytest.raises(IncompatibleError, match=r"Laplace does not work with Dense\(power=0\.5\): its precision is G"):
+    with pytest.raises(IncompatibleError, match=r"Laplace does not work with Dense\(power=0\.5\): its curvature is G"):
         ng.vi.Laplace(model, x, ng.Euclidean(), half)
     with pytest.raises(IncompatibleError, match=r"InnerProduct\(damping=0\.1\) at the power 0\.5 does not work with"):
         ng.mirror.InnerProduct(half.estimate(ng.pullback(model, x, ng.Euclidean())), damping=0.1)
