@@ -216,10 +216,11 @@ def refuse_singular(values: Tensor, *, what: str, damping: Damping, rtol: float 
         return
     indefinite = smallest < -rtol * abs(largest)
     kind = "indefinite" if indefinite else "singular"
-    other = "use a positive metric (Fisher, or a convex loss)" if indefinite else "solve in its range with Pinv()"
+    inside = "solve in its range with Pinv() (in any structure but LowRank and Implicit)"
+    other = "use a positive metric (Fisher, or a convex loss)" if indefinite else inside
     raise SingularMetricError(
         f"{what} is {kind} at damping {damping:g}: rank {rank} of {values.numel()}, smallest eigenvalue "
-        f"{smallest:.3g}, largest {largest:.3g}. Add damping (damping > 0), or {other}"
+        f"{smallest:.3g}, largest {largest:.3g}. Add damping (damping > {damping:g}), or {other}"
     )
 
 

@@ -188,7 +188,7 @@ class CGInverse(Inverse):
         raise SingularMetricError(
             f"conjugate gradients did not reach tol={self.solver.tol:g} at damping {self.damping:g} "
             f"({self.report.reason}, residual {self.report.residual:.3g}): raise the damping, or give "
-            "CG(tol=…, max_steps=…, preconditioner=…); Pinv() takes the part of ω in the range"
+            "CG(tol=…, max_steps=…, preconditioner=…); with Dense or Kernel, Pinv() takes the part of ω in the range"
         )
 
     def _scaled(self, ω: Tensor, guess: Tensor | None) -> Tensor:

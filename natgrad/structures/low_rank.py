@@ -193,7 +193,8 @@ class LowRankOperator(Operator):
         return RangeInverse(self.layout, self.vectors, *scales)
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        self.refuse("Pinv", "its floor and its range have no common eigenbasis; it has its own inverse, Cholesky()")
+        reason = "its floor and its range have no common eigenbasis"
+        self.refuse("Pinv", f"{reason}; use Cholesky() with damping > 0, or Pinv() with Dense or Kernel")
 
     def _bare(self, damping: float) -> bool:
         """Whether E vanishes somewhere, so that Woodbury has no E⁻¹: the matrix itself says whether it is singular."""

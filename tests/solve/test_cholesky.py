@@ -68,6 +68,16 @@ def test_blocks_of_one_size_are_solved_each_by_itself() -> None:
 # Singular metrics
 
 
+@pytest.mark.parametrize("damping", [0.0, 1e-18])
+@pytest.mark.parametrize("structure", [ng.LowRank(4), ng.LowRank(4, power=0.5)], ids=repr)
+def test_the_advice_for_a_singular_low_rank_metric_can_be_followed(structure: Structure, damping: float) -> None:
+    """It has no pseudo-inverse: the error must not send the user to one."""
+    pb = ng.pullback(torch.nn.Linear(6, 1, bias=False).double(), normal(2, 6), ng.Euclidean())
+    advice = rf"Add damping \(damping > {damping:g}\), or .*Pinv\(\) \(in any structure but LowRank"
+    with pytest.raises(SingularMetricError, match=advice):
+        ng.sharp(structure.estimate(pb), covector(pb), damping=damping)
+
+
 def _passes_by_rounding() -> Tensor:
     """A singular matrix whose last pivot is not small: its leading part is nearly singular as well."""
     for seed in range(2000):
