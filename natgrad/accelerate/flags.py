@@ -130,7 +130,9 @@ class Flag:
         finite = torch.isfinite(largest(values)).tolist()
         bad = [name for name, good in zip(tensors, finite, strict=True) if not good]
         if bad:
-            raise NonFiniteError(f"{what} of {', '.join(bad)} holds NaN or infinity. Nothing was changed")
+            half = any(tensors[name].dtype is torch.float16 for name in bad)
+            ends = ": float16 ends at 65504, use bfloat16 or float32 parameters (autocast)" if half else ""
+            raise NonFiniteError(f"{what} of {', '.join(bad)} holds NaN or infinity. Nothing was changed{ends}")
 
     def look(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the flag on the device. What was found before in this step stays."""

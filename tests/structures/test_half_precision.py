@@ -6,10 +6,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
+from natgrad.errors import NonFiniteError
 from natgrad.operators import DenseOperator, Layout
 from natgrad.solve import Solver
 from natgrad.structures import Structure
 from natgrad.structures.implicit import HessianOperator
+from tests.pulled import normal
 
 HALF = [torch.bfloat16, torch.float16]
 PAIRS: list[tuple[Structure, Solver]] = [
@@ -112,3 +114,11 @@ def test_hessian_in_half_precision_is_applied_in_single(dtype: torch.dtype) -> N
     torch.testing.assert_close(H.dense(), torch.diag(torch.tensor([1.0, 2.0])))
     v = ng.sharp(H, ng.Covector({"w": torch.tensor([3.0, 4.0], dtype=dtype)}))
     torch.testing.assert_close(v["w"], torch.tensor([3.0, 2.0], dtype=dtype))
+
+
+def test_a_step_that_leaves_the_range_of_float16_says_what_to_use() -> None:
+    """S and A of gradients of 10⁻⁶ are 10⁻¹², and S^-½ ω A^-½ is 10⁶ before it is brought to its length."""
+    model = nn.Linear(6, 4, bias=False).half()
+    model.weight.grad = 1e-6 * normal(4, 6).half()
+    with pytest.raises(NonFiniteError, match=r"the step of weight .*Nothing was changed: float16 ends .*use bfloat16"):
+        ng.Shampoo(model).step()
