@@ -35,7 +35,10 @@ def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
     with torch.no_grad():
         n = model(None, x).shape[0]
     if metric.coupling(x, n) is not None:
-        raise ValueError(f"{metric!r} couples the examples: its geodesics are not implemented; use Dense directly")
+        raise ValueError(
+            f"{metric!r} couples the examples, and its geodesics are not implemented: use a metric that does not "
+            "couple them (Fisher, Euclidean), or a step rule without a geodesic (TrustRegion, LevenbergMarquardt)"
+        )
     check_tangent(model.params, v)
     names = list(model.params)
     point = {name: model.params[name].detach() for name in names}

@@ -420,7 +420,8 @@ class Operator(ABC):
         ``warm``: the ``tensors()`` of the last inverse. A factor that cannot be inverted keeps them, and ``newton``
         refreshes them. ``into``: given instead of ``warm``, the last inverse itself, which may be overwritten.
         """
-        self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
+        others = "CG" if self.products_only else "Cholesky or CG"
+        self.refuse("Factored", f"it has no Kronecker factors to be damped one by one; use {others}")
 
     def mend(self, inverse: Inverse, damping: Damping) -> None:
         """Compute an inverse that has ``failed`` again, in place and in double precision. This waits for the device.

@@ -65,6 +65,7 @@ NUMBERS = {
 }
 REFUSED: list[tuple[Structure, ng.solve.Solver, float, str]] = [
     (ng.Implicit(), ng.Cholesky(), 0.1, r"Cholesky does not work with ImplicitOperator.*CG\(\)"),
+    (ng.Implicit(), ng.Factored(), 0.1, r"Factored does not work with ImplicitOperator.*; use CG$"),
     (ng.Implicit(), ng.Pinv(), 0.0, r"Pinv does not work with ImplicitOperator.*CG\(\)"),
     (ng.LowRank(2), ng.Pinv(), 0.0, r"Pinv does not work with LowRankOperator.*damping > 0, or Pinv\(\) with Dense"),
     (ng.LowRank(2), ng.Pinv(), 0.1, r"Pinv does not work with LowRankOperator.*damping > 0, or Pinv\(\) with Dense"),
