@@ -24,6 +24,7 @@ from natgrad.structures.kernel import Kernel
 from natgrad.structures.row_stack import RowStack
 
 _REFINED = 2  # steps of iterative refinement
+_PRODUCTS_ONLY = CG(tol=1e-10, max_steps=1000)  # one for all steps: it says once that it was cut short
 _TRIANGULAR = 512  # parameters, up to which a QR is affordable in every step
 
 
@@ -369,7 +370,7 @@ def jacobian_of(
     terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
     exact = ImplicitOperator(layout, terms)
     if isinstance(structure, Implicit):
-        return StructuredJacobian(exact, exact, 1.0, solver or CG(tol=1e-10, max_steps=1000))
+        return StructuredJacobian(exact, exact, 1.0, solver or _PRODUCTS_ONLY)
     if isinstance(structure, Dense):
         G = torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0)
         return NormalJacobian(exact, DampedFactor(G), sizes.m)

@@ -120,24 +120,16 @@ class CGInverse(Inverse):
 
     def sharp(self, ω: Covector) -> Vector:
         v = super().sharp(ω)
-        assert self.report is not None
-        if self.report.converged:
-            return v
-        cut_short = self.report.steps >= self.solver.max_steps
-        if (self.damping == 0 or not cut_short) and self.report.residual > range_rounding(
-            self.layout.size, self.layout.dtype
-        ):
+        if self._failed():
             self._refuse()
-        if cut_short:
-            self.solver.logger.log_once(
-                logging.WARNING,
-                "conjugate gradients stopped after max_steps=%d with the relative residual %.2g, over tol=%g: the step "
-                "descends, but is not (G + λ)⁻¹ω. Raise max_steps, tol or the damping, or give a preconditioner",
-                self.solver.max_steps,
-                self.report.residual,
-                self.solver.tol,
-            )
         return v
+
+    def _failed(self) -> bool:
+        """Whether the last solve has ended far from a solution, and with no step that descends."""
+        assert self.report is not None
+        if self.report.converged or (self.damping > 0 and self.report.steps >= self.solver.max_steps):
+            return False
+        return self.report.residual > range_rounding(self.layout.size, self.layout.dtype)
 
     def solve(self, ω: Tensor) -> Tensor:
         """As ``sharp``, for numbers: ``report`` tells how it ended, and only negative curvature raises."""
@@ -150,6 +142,16 @@ class CGInverse(Inverse):
         guess = None if self.guess is None else self.guess / unit
         v = unit * self._scaled(ω / unit, guess)
         self.guess = v.detach()
+        assert self.report is not None
+        if not self.report.converged and self.report.steps >= self.solver.max_steps and not self._failed():
+            self.solver.logger.log_once(
+                logging.WARNING,
+                "conjugate gradients stopped after max_steps=%d with the relative residual %.2g, over tol=%g: the step "
+                "descends, but is not (G + λ)⁻¹ω. Raise max_steps, tol or the damping, or give a preconditioner",
+                self.solver.max_steps,
+                self.report.residual,
+                self.solver.tol,
+            )
         return v
 
     @property

@@ -1,5 +1,6 @@
 """Preconditioned conjugate gradients for least squares: the same step, in fewer products."""
 
+import logging
 import math
 
 import pytest
@@ -29,6 +30,16 @@ def test_a_preconditioner_does_not_change_the_step(preconditioner: Structure) ->
     before = flat(net)
     problem(net, ng.CG(tol=1e-12, max_steps=3000, preconditioner=preconditioner)).step()
     assert (before - flat(net) - exact).norm() < 1e-6 * exact.norm()
+
+
+def test_a_solve_that_is_cut_short_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    fit = problem(network(2, 9, 8, 1), ng.CG(max_steps=2))
+    with caplog.at_level(logging.WARNING, logger="natgrad"):
+        fit.step()
+        fit.step()
+    (message,) = caplog.messages
+    assert "max_steps=2" in message
+    assert "Raise max_steps, tol or the damping" in message
 
 
 def test_nystrom_takes_fewer_products_the_larger_its_rank() -> None:
