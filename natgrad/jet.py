@@ -462,6 +462,14 @@ def _constant(t: Any, of: Directions) -> Jet:
     return t if isinstance(t, Jet) else Jet(torch.cat([t.unsqueeze(0), t.new_zeros(of.m, *t.shape)]), of)
 
 
+def _difference(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """diff, also beside tensors: they are constants, and not linear in the jet."""
+    x, n, dim, start, end = _named(("input", "n", "dim", "prepend", "append"), args, kwargs)
+    of = _jets((x, start, end))[0].of
+    x, start, end = (t if t is None else _constant(t, of) for t in (x, start, end))
+    return _linear(func, (x, 1 if n is None else n, -1 if dim is None else dim, start, end), {})
+
+
 def _layer(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """W x + b: one product with all channels, and the bias for the value alone."""
     x, weight, bias = _named(("input", "weight", "bias"), args, kwargs)
@@ -825,10 +833,10 @@ _RULES: dict[str, Rule] = (
         *("repeat", "repeat_interleave", "tile", "chunk", "split", "tensor_split", "split_with_sizes", "unbind"),
         *("getitem", "select", "narrow", "index_select", "gather", "take_along_dim", "sum", "mean", "cumsum", "neg"),
         *("negative", "clone", "contiguous", "to", "double", "float", "type_as", "cpu", "cuda", "flip", "roll"),
-        *("diagonal", "trace", "tril", "triu", "diag_embed", "diff", "positive", "unfold", "atleast_1d", "atleast_2d"),
+        *("diagonal", "trace", "tril", "triu", "diag_embed", "positive", "unfold", "atleast_1d", "atleast_2d"),
     )
     | _rules(_joins, "cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack")
-    | _rules(_layer, "linear")
+    | {"diff": _difference, "linear": _layer}
     | _rules(_sum, "add", "sub", "subtract", "rsub")
     | _rules(_mul, "mul", "multiply")
     | _rules(_bilinear, "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "tensordot", "kron")

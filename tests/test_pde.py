@@ -119,6 +119,9 @@ def _functions() -> dict[str, Function]:
         "features": lambda x: torch.cat([torch.sin(x @ matrix[:3]), torch.cos(math.pi * x)], -1),
         "radial": lambda x: torch.exp(-(x[:, None] - matrix[:, :3]).square().sum(-1)),
         "cat with a tensor": lambda x: torch.cat([h(x), torch.ones_like(x)], -1).prod(-1),
+        "difference of entries beside tensors": lambda x: (
+            torch.diff(h(x), prepend=torch.ones_like(x[:, :1])) * torch.diff(torch.ones_like(x[:, :1]), append=h(x))
+        ),
         "stack": lambda x: torch.stack([a * a for a in x.T], -1),
         "unbind": lambda x: x.unbind(-1)[0] * x.unbind(-1)[2],
         "chunks": lambda x: x.chunk(3, -1)[1] * x.split([1, 2], -1)[1],
