@@ -514,6 +514,8 @@ def _sum(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if isinstance(other, Tensor):
         shape = torch.broadcast_shapes(jet.shape, other.shape)
         z = _aligned(Jet(z, jet.of), other.ndim).expand(z.shape[0], *shape)
+        # It is added later, and until then the model may write into it; torch itself refuses to write into a parameter.
+        other = other if other.is_leaf and other.requires_grad else other.clone()
     return Jet(z, jet.of, other if shift is None else shift + other)
 
 

@@ -94,6 +94,14 @@ def _functions() -> dict[str, Function]:
         y += 1
         return z.square()
 
+    def counting_in_place(x: Tensor) -> Tensor:
+        steps = torch.zeros(1, dtype=x.dtype)
+        each = []
+        for _ in range(3):
+            each.append(x + steps)
+            steps += 1
+        return each[0] * each[1] * each[2]
+
     def reshaped_in_place(x: Tensor) -> Tensor:
         y = layer(x).sin()
         y.unsqueeze_(1)
@@ -140,6 +148,7 @@ def _functions() -> dict[str, Function]:
         "attention": attended,
         "in place": grown,
         "in place, under two names": seen_by_two_names,
+        "in place, on a constant that was added": counting_in_place,
         "in place, another shape": reshaped_in_place,
         "remainder": lambda x: (3 * h(x) ** 2) % 0.7,
         "complex": lambda x: (x + 1j * x.square()).abs() + (1j * h(x)[:, :3]).exp().real + (1j * x).sin().imag,
