@@ -705,6 +705,32 @@ def _rsqrt(v: Tensor) -> Iterator[Any]:
     yield -1.5 * slope / v
 
 
+# c of Σ_k c_k x^2k: sin(x)/x, its slope over x, and its curvature
+_SINC, _SINC_SLOPE, _SINC_CURVATURE = (
+    [(-1) ** k * factor(k) / math.factorial(2 * k + 1) for k in range(start, 10)]
+    for start, factor in ((0, lambda k: 1), (1, lambda k: 2 * k), (1, lambda k: 2 * k * (2 * k - 1)))
+)
+
+
+def _sinc(v: Tensor) -> Iterator[Any]:
+    """Near 0 by power series: there torch's second derivative is 0 in forward mode and NaN in reverse mode."""
+    x = math.pi * v
+    near = x.abs() < 1
+    square, far = torch.where(near, x * x, 0.0), torch.where(near, 1.0, x)
+
+    def series(coefficients: list[float]) -> Tensor:
+        total = torch.zeros_like(square)
+        for c in reversed(coefficients):
+            total = total * square + c
+        return total
+
+    f = torch.sin(far) / far
+    yield torch.where(near, series(_SINC), f)
+    slope = (torch.cos(far) - f) / far
+    yield math.pi * torch.where(near, x * series(_SINC_SLOPE), slope)
+    yield math.pi**2 * torch.where(near, series(_SINC_CURVATURE), -f - 2 * slope / far)
+
+
 def _square(v: Tensor) -> Iterator[Any]:
     yield v * v
     yield 2 * v
@@ -857,7 +883,7 @@ _RULES: dict[str, Rule] = (
         *("softplus", "mish", "log_sigmoid", "logsigmoid", "tan", "atan", "arctan", "sinh", "cosh", "asinh", "acosh"),
         *("atanh", "asin", "acos", "log1p", "expm1", "exp2", "log2", "log10", "erfc", "lgamma", "digamma"),
         *("softsign", "tanhshrink", "elu", "celu", "selu", "leaky_relu", "abs", "absolute", "hardtanh", "relu6"),
-        *("hardswish", "hardsigmoid", "clamp", "clip", "softshrink", "hardshrink", "threshold", "sinc", "logit"),
+        *("hardswish", "hardsigmoid", "clamp", "clip", "softshrink", "hardshrink", "threshold", "logit"),
     )
     | {
         name: make(slopes)
@@ -867,6 +893,7 @@ _RULES: dict[str, Rule] = (
             *((_activation, _exp, "exp"), (_elementwise, _log, "log"), (_elementwise, _erf, "erf", "special_erf")),
             *((_elementwise, _sqrt, "sqrt"), (_elementwise, _rsqrt, "rsqrt"), (_elementwise, _relu, "relu")),
             *((_elementwise, _reciprocal, "reciprocal"), (_elementwise, _square, "square")),
+            (_elementwise, _sinc, "sinc", "special_sinc"),
         )
         for name in names
     }

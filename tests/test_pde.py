@@ -232,6 +232,19 @@ def test_exact_solutions_have_no_residual() -> None:
     torch.testing.assert_close(trace(slope), torch.zeros(7).double(), rtol=0, atol=1e-12)
 
 
+def test_the_sine_over_its_argument_has_its_second_derivative_at_zero() -> None:
+    x = torch.tensor([[0.0], [1e-9], [-0.2], [1 / math.pi], [0.7]], dtype=torch.float64)
+    u = ng.pde.derivatives(torch.sinc, x)
+    t = math.pi * x[2:]
+    slope = math.pi * (t.cos() - t.sin() / t) / t
+    curvature = -(math.pi**2) * t.sin() / t - 2 * slope / x[2:]
+    torch.testing.assert_close(u.value, torch.sinc(x), rtol=1e-14, atol=0)
+    torch.testing.assert_close(u.d(0)[2:], slope, rtol=1e-12, atol=0)
+    torch.testing.assert_close(u.laplacian[2:], curvature, rtol=1e-12, atol=0)
+    torch.testing.assert_close(u.d(0)[:2], -(math.pi**2) / 3 * x[:2], rtol=1e-12, atol=0)
+    torch.testing.assert_close(u.laplacian[:2], torch.full_like(x[:2], -(math.pi**2) / 3), rtol=1e-12, atol=0)
+
+
 def test_coordinates_may_be_integers_of_numpy() -> None:
     net, x = mlp(nn.Tanh()), points()
     for i in (1, -1):
