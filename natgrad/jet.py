@@ -426,6 +426,8 @@ def _check_once(func: Any, function: Callable[..., Tensors], at: Tensors, firsts
         length, reach = (max(float(v.abs().max()) for v in each) for each in (x, t))
     except (RuntimeError, NotImplementedError):
         return  # in a vmap numbers cannot be read, and some functions have no second derivative in reverse mode
+    if math.isnan(forward - right):
+        return  # at a point without derivatives nothing is compared, and nothing is known about others
     # Next to Df[s]·|t|/|x| a second derivative of rounding errors is zero
     scale = size + abs(right) + (slope * reach / length if length else 0.0)
     if abs(forward - right) > torch.finfo(at[0].dtype).eps ** 0.5 * scale:

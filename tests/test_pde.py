@@ -398,6 +398,18 @@ def test_a_wrong_second_derivative_of_torch_is_refused_inside_a_transform(transf
         transform(loss)(torch.tensor(2.0, dtype=torch.float64))
 
 
+def test_a_point_without_derivatives_does_not_vouch_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jet, "_checked", set())
+    x = points()
+
+    def f(x: Tensor) -> Tensor:
+        return torch.linalg.det(x[:, :, None] * x[:, None].sin() + torch.eye(3, dtype=x.dtype))
+
+    ng.pde.laplacian(f, torch.full_like(x, math.nan))
+    with pytest.raises(ng.errors.NoDerivativeError, match=r"linalg_det has no rule.*is wrong"):
+        ng.pde.laplacian(f, x)
+
+
 class Writes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
