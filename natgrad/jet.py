@@ -160,6 +160,7 @@ class Jet:
     __lt__, __le__, __gt__, __ge__ = map(_operator, (torch.lt, torch.le, torch.gt, torch.ge))
     __eq__, __ne__ = _operator(torch.eq), _operator(torch.ne)
     __hash__ = object.__hash__
+    __array_ufunc__ = None  # a number of numpy leaves the operation to the jet, instead of making an array of it
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

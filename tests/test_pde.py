@@ -152,6 +152,7 @@ def _functions() -> dict[str, Function]:
         "in place, another shape": reshaped_in_place,
         "remainder": lambda x: (3 * h(x) ** 2) % 0.7,
         "complex": lambda x: (x + 1j * x.square()).abs() + (1j * h(x)[:, :3]).exp().real + (1j * x).sin().imag,
+        "numbers of numpy": lambda x: np.sqrt(2.0) * h(x) + np.float64(1.5) - np.float64(2) / (2 + layer(x).square()),
         "named operands": lambda x: torch.add(
             input=torch.mul(h(x), other=layer(x)), other=torch.div(x, other=2)[:, :1]
         ),
