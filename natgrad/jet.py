@@ -326,22 +326,22 @@ def _map(x: Any, function: Callable[[Jet], Any]) -> Any:
 
 
 def _replaced(tree: Any, new: Iterator[Any]) -> Any:
-    """What a function returned, with new things in the places of its real tensors."""
+    """What a function returned, with new things in the places of its real and complex tensors."""
     if isinstance(tree, (tuple, list)):
         items = tuple(_replaced(item, new) for item in tree)
         return items if type(tree) in (tuple, list) else type(tree)(items)
-    return next(new) if _is_real(tree) else tree
+    return next(new) if _has_derivatives(tree) else tree
 
 
-def _real(tree: Any) -> tuple[Tensor, ...]:
-    """The real tensors of what a function returned."""
+def _inexact(tree: Any) -> tuple[Tensor, ...]:
+    """The real and complex tensors of what a function returned."""
     if isinstance(tree, (tuple, list)):
-        return tuple(t for item in tree for t in _real(item))
-    return (tree,) if _is_real(tree) else ()
+        return tuple(t for item in tree for t in _inexact(item))
+    return (tree,) if _has_derivatives(tree) else ()
 
 
-def _is_real(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+def _has_derivatives(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _function_of(func: Any, args: Arguments, kwargs: Keywords) -> Callable[..., Any]:
@@ -366,7 +366,7 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     values, firsts, seconds = zip(*(jet.components() for jet in jets), strict=True)
 
     def function(*points: Tensor) -> tuple[Tensor, ...]:
-        return _real(returned(*points))
+        return _inexact(returned(*points))
 
     def along(tangents: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
         return lambda *points: torch.func.jvp(function, points, tangents)[1]
@@ -375,7 +375,7 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     try:
         if not of.second:
             first = torch.func.vmap(lambda s: along(s)(*values))(firsts)
-            return _replaced(out, (_joined(v, J, None, of) for v, J in zip(_real(out), first, strict=True)))
+            return _replaced(out, (_joined(v, J, None, of) for v, J in zip(_inexact(out), first, strict=True)))
         others = tuple(weighted(J, of.weights) for J in firsts)
         both: Any = torch.func.vmap(lambda s, t: torch.func.jvp(along(s), values, t))(firsts, others)
         first, curved = both
@@ -387,7 +387,7 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
             f"({str(error).splitlines()[0]}): write it with smooth operations of torch"
         ) from error
     _check_once(func, function, values, firsts)
-    return _replaced(out, (_joined(v, J, L, of) for v, J, L in zip(_real(out), first, second, strict=True)))
+    return _replaced(out, (_joined(v, J, L, of) for v, J, L in zip(_inexact(out), first, second, strict=True)))
 
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -405,8 +405,10 @@ def _check_once(func: Any, function: Callable[..., Tensors], at: Tensors, firsts
 
     def weighed(tensors: Tensors) -> Tensor:
         random = torch.Generator().manual_seed(0)
-        each = [(torch.rand(y.shape, generator=random, dtype=torch.float64).to(y) * y).sum() for y in tensors]
-        return torch.stack(each).sum()
+        # Weights of the dtype of y: of a complex y the real part of the product has both of its parts.
+        dtypes = (torch.complex128 if y.is_complex() else torch.float64 for y in tensors)
+        weights = (torch.rand(y.shape, generator=random, dtype=d).to(y) for y, d in zip(tensors, dtypes, strict=True))
+        return torch.stack([(w * y).sum().real for w, y in zip(weights, tensors, strict=True)]).sum()
 
     def along(f: Callable[..., Tensor], tangents: Tensors) -> Callable[..., Tensor]:
         """The derivative of f in reverse mode; torch.func has one inside of other transforms, and without a graph."""
@@ -450,7 +452,7 @@ def _linear(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     jets = _jets((args, kwargs))
     c = max(jet.channels.shape[0] for jet in jets)
     out = torch.func.vmap(_function_of(func, args, kwargs))(*(jet.whole(c) for jet in jets))
-    return _replaced(out, (Jet(z, jets[0].of) for z in _real(out)))
+    return _replaced(out, (Jet(z, jets[0].of) for z in _inexact(out)))
 
 
 def _joins(func: Any, args: Arguments, kwargs: Keywords) -> Any:
