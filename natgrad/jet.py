@@ -460,7 +460,10 @@ def _joins(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if not args:
         return NotImplemented
     of = _jets(args)[0].of
-    return _linear(func, ([_constant(t, of) for t in args[0]], *args[1:]), kwargs)
+    jets = [_constant(t, of) for t in args[0]]
+    if func.__name__ == "column_stack":  # which has no vmap
+        return _linear(torch.cat, ([jet.unsqueeze(-1) if jet.ndim == 1 else jet for jet in jets], 1), {})
+    return _linear(func, (jets, *args[1:]), kwargs)
 
 
 def _constant(t: Any, of: Directions) -> Jet:
@@ -888,7 +891,7 @@ _RULES: dict[str, Rule] = (
         *("softplus", "mish", "log_sigmoid", "logsigmoid", "tan", "atan", "arctan", "sinh", "cosh", "asinh", "acosh"),
         *("atanh", "asin", "acos", "log1p", "expm1", "exp2", "log2", "log10", "erfc", "lgamma", "digamma"),
         *("softsign", "tanhshrink", "elu", "celu", "selu", "leaky_relu", "abs", "absolute", "hardtanh", "relu6"),
-        *("hardswish", "hardsigmoid", "clamp", "clip", "softshrink", "hardshrink", "threshold", "logit"),
+        *("hardswish", "clamp", "clip", "softshrink", "hardshrink", "threshold", "logit"),
     )
     | {
         name: make(slopes)

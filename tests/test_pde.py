@@ -130,6 +130,7 @@ def _functions() -> dict[str, Function]:
         "difference of entries beside tensors": lambda x: (
             torch.diff(h(x), prepend=torch.ones_like(x[:, :1])) * torch.diff(torch.ones_like(x[:, :1]), append=h(x))
         ),
+        "columns": lambda x: torch.column_stack([x[:, 0].sin(), h(x), torch.ones_like(x[:, 1])]).square(),
         "stack": lambda x: torch.stack([a * a for a in x.T], -1),
         "unbind": lambda x: x.unbind(-1)[0] * x.unbind(-1)[2],
         "chunks": lambda x: x.chunk(3, -1)[1] * x.split([1, 2], -1)[1],
@@ -466,6 +467,7 @@ class WithoutGradients(nn.Module):
         (lambda x: F.batch_norm(x, None, None, training=True), "calls batch_norm with batch statistics"),
         (lambda x: torch.linalg.det(x[:, :, None] * x[:, None] + torch.eye(3)), "linalg_det has no rule.*is wrong"),
         (lambda x: torch.cdist(x, torch.ones(2, 3)), "_?cdist has no rule, and torch cannot differentiate it twice"),
+        (F.hardsigmoid, "hardsigmoid has no rule, and torch cannot differentiate it twice.*smooth operations"),
         (lambda x: x * x[0, 0].item(), "calls item: a number has no derivative"),
         (Writes(), "calls setitem: a tensor cannot hold derivatives. Build it with torch.cat"),
         (Assigns(), "calls setitem: a tensor cannot hold derivatives"),
