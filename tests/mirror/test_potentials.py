@@ -112,6 +112,11 @@ def test_the_dual_point_of_newtons_method_is_differentiable() -> None:
     close(x.exp() + MATRIX @ x, z)
 
 
+def test_newtons_method_finds_the_dual_point_of_one_number() -> None:
+    z = torch.tensor(0.5, dtype=torch.float64)
+    close(Convex(torch.cosh).inverse_gradient(z), z.asinh())
+
+
 def test_a_far_dual_point_is_found_within_the_domain() -> None:
     """Full Newton steps from the centre would leave the orthant."""
     ψ = Convex(lambda x: -x.log().sum(), within=OpenBox(lower=0.0), image=OpenBox(upper=0.0))
