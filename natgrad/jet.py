@@ -612,8 +612,10 @@ def _by_forward_mode(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         yield slope(v)
         yield torch.func.jvp(slope, (v,), (one,))[1]
 
-    # |z| of a complex z has no f′
-    return _composed(jets[0], slopes) if len(jets) == 1 and not jets[0].dtype.is_complex else NotImplemented
+    # |z| of a complex z has no f′, and bounds with more axes than z broadcast it
+    bounds = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    plain = len(jets) == 1 and not jets[0].dtype.is_complex and all(t.ndim <= jets[0].ndim for t in bounds)
+    return _composed(jets[0], slopes) if plain else NotImplemented
 
 
 def _tanh(v: Tensor) -> Iterator[Any]:
@@ -877,7 +879,7 @@ _RULES: dict[str, Rule] = (
     | _rules(_mul, "mul", "multiply")
     | _rules(_bilinear, "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "tensordot", "kron")
     | _rules(_quotient, "div", "divide", "true_divide", "truediv")
-    | _rules(_power, "pow", "float_power")
+    | _rules(_power, "pow")
     | {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "group_norm": _group_norm, "glu": _glu}
     | _rules(_softmax, "softmax", "log_softmax", "logsumexp")
     | {"scaled_dot_product_attention": _attention}

@@ -131,6 +131,7 @@ def _functions() -> dict[str, Function]:
             torch.diff(h(x), prepend=torch.ones_like(x[:, :1])) * torch.diff(torch.ones_like(x[:, :1]), append=h(x))
         ),
         "columns": lambda x: torch.column_stack([x[:, 0].sin(), h(x), torch.ones_like(x[:, 1])]).square(),
+        "bounds with more axes": lambda x: h(x).sum(-1).clamp(min=matrix[:, :1]).T.square(),
         "stack": lambda x: torch.stack([a * a for a in x.T], -1),
         "unbind": lambda x: x.unbind(-1)[0] * x.unbind(-1)[2],
         "chunks": lambda x: x.chunk(3, -1)[1] * x.split([1, 2], -1)[1],
@@ -252,6 +253,13 @@ def test_the_sine_over_its_argument_has_its_second_derivative_at_zero() -> None:
     torch.testing.assert_close(u.laplacian[2:], curvature, rtol=1e-12, atol=0)
     torch.testing.assert_close(u.d(0)[:2], -(math.pi**2) / 3 * x[:2], rtol=1e-12, atol=0)
     torch.testing.assert_close(u.laplacian[:2], torch.full_like(x[:2], -(math.pi**2) / 3), rtol=1e-12, atol=0)
+
+
+def test_a_power_in_double_precision_has_that_precision() -> None:
+    x = points().float()
+    u = ng.pde.derivatives(lambda x: torch.float_power(x, 3), x)
+    torch.testing.assert_close(u.value, x.double() ** 3, rtol=1e-14, atol=0)
+    torch.testing.assert_close(u.laplacian, 6 * x.double(), rtol=1e-14, atol=0)
 
 
 def test_coordinates_may_be_integers_of_numpy() -> None:
