@@ -156,6 +156,7 @@ class Jet:
         _operator, (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.pow_)
     )
     __neg__, __abs__ = _operator(torch.neg), _operator(torch.abs)
+    __float__, __int__ = _operator(Tensor.item), _operator(Tensor.item)  # refused
     __getitem__, __setitem__ = _operator(operator.getitem), _operator(operator.setitem)
     __lt__, __le__, __gt__, __ge__ = map(_operator, (torch.lt, torch.le, torch.gt, torch.ge))
     __eq__, __ne__ = _operator(torch.eq), _operator(torch.ne)
@@ -169,6 +170,11 @@ class Jet:
         return self.ndim
 
     def __len__(self) -> int:
+        if not self.shape:
+            raise NoDerivativeError(
+                "the model takes the length of a tensor without axes, as torch.tensor(x) does, whose result has no "
+                "derivative. Keep the tensor, or join several with torch.stack"
+            )
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Jet]:
@@ -176,6 +182,9 @@ class Jet:
 
     def __bool__(self) -> bool:
         return bool(self.value)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return apply(Tensor.__array__, (self,), {})  # refused
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(Tensor, name, None)
