@@ -156,10 +156,12 @@ class Jet:
         _operator, (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.pow_)
     )
     __neg__, __abs__ = _operator(torch.neg), _operator(torch.abs)
+    __float__, __int__ = _operator(Tensor.item), _operator(Tensor.item)  # refused
     __getitem__, __setitem__ = _operator(operator.getitem), _operator(operator.setitem)
     __lt__, __le__, __gt__, __ge__ = map(_operator, (torch.lt, torch.le, torch.gt, torch.ge))
     __eq__, __ne__ = _operator(torch.eq), _operator(torch.ne)
     __hash__ = object.__hash__
+    __array_ufunc__ = None  # a number of numpy leaves the operation to the jet, instead of making an array of it
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -168,6 +170,11 @@ class Jet:
         return self.ndim
 
     def __len__(self) -> int:
+        if not self.shape:
+            raise NoDerivativeError(
+                "the model takes the length of a tensor without axes, as torch.tensor(x) does, whose result has no "
+                "derivative. Keep the tensor, or join several with torch.stack"
+            )
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Jet]:
@@ -175,6 +182,9 @@ class Jet:
 
     def __bool__(self) -> bool:
         return bool(self.value)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return apply(Tensor.__array__, (self,), {})  # refused
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(Tensor, name, None)
@@ -325,22 +335,22 @@ def _map(x: Any, function: Callable[[Jet], Any]) -> Any:
 
 
 def _replaced(tree: Any, new: Iterator[Any]) -> Any:
-    """What a function returned, with new things in the places of its real tensors."""
+    """What a function returned, with new things in the places of its real and complex tensors."""
     if isinstance(tree, (tuple, list)):
         items = tuple(_replaced(item, new) for item in tree)
         return items if type(tree) in (tuple, list) else type(tree)(items)
-    return next(new) if _is_real(tree) else tree
+    return next(new) if _has_derivatives(tree) else tree
 
 
-def _real(tree: Any) -> tuple[Tensor, ...]:
-    """The real tensors of what a function returned."""
+def _inexact(tree: Any) -> tuple[Tensor, ...]:
+    """The real and complex tensors of what a function returned."""
     if isinstance(tree, (tuple, list)):
-        return tuple(t for item in tree for t in _real(item))
-    return (tree,) if _is_real(tree) else ()
+        return tuple(t for item in tree for t in _inexact(item))
+    return (tree,) if _has_derivatives(tree) else ()
 
 
-def _is_real(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+def _has_derivatives(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _function_of(func: Any, args: Arguments, kwargs: Keywords) -> Callable[..., Any]:
@@ -365,7 +375,7 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     values, firsts, seconds = zip(*(jet.components() for jet in jets), strict=True)
 
     def function(*points: Tensor) -> tuple[Tensor, ...]:
-        return _real(returned(*points))
+        return _inexact(returned(*points))
 
     def along(tangents: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
         return lambda *points: torch.func.jvp(function, points, tangents)[1]
@@ -374,7 +384,7 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     try:
         if not of.second:
             first = torch.func.vmap(lambda s: along(s)(*values))(firsts)
-            return _replaced(out, (_joined(v, J, None, of) for v, J in zip(_real(out), first, strict=True)))
+            return _replaced(out, (_joined(v, J, None, of) for v, J in zip(_inexact(out), first, strict=True)))
         others = tuple(weighted(J, of.weights) for J in firsts)
         both: Any = torch.func.vmap(lambda s, t: torch.func.jvp(along(s), values, t))(firsts, others)
         first, curved = both
@@ -386,7 +396,7 @@ def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
             f"({str(error).splitlines()[0]}): write it with smooth operations of torch"
         ) from error
     _check_once(func, function, values, firsts)
-    return _replaced(out, (_joined(v, J, L, of) for v, J, L in zip(_real(out), first, second, strict=True)))
+    return _replaced(out, (_joined(v, J, L, of) for v, J, L in zip(_inexact(out), first, second, strict=True)))
 
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -404,8 +414,10 @@ def _check_once(func: Any, function: Callable[..., Tensors], at: Tensors, firsts
 
     def weighed(tensors: Tensors) -> Tensor:
         random = torch.Generator().manual_seed(0)
-        each = [(torch.rand(y.shape, generator=random, dtype=torch.float64).to(y) * y).sum() for y in tensors]
-        return torch.stack(each).sum()
+        # Weights of the dtype of y: of a complex y the real part of the product has both of its parts.
+        dtypes = (torch.complex128 if y.is_complex() else torch.float64 for y in tensors)
+        weights = (torch.rand(y.shape, generator=random, dtype=d).to(y) for y, d in zip(tensors, dtypes, strict=True))
+        return torch.stack([(w * y).sum().real for w, y in zip(weights, tensors, strict=True)]).sum()
 
     def along(f: Callable[..., Tensor], tangents: Tensors) -> Callable[..., Tensor]:
         """The derivative of f in reverse mode; torch.func has one inside of other transforms, and without a graph."""
@@ -426,6 +438,8 @@ def _check_once(func: Any, function: Callable[..., Tensors], at: Tensors, firsts
         length, reach = (max(float(v.abs().max()) for v in each) for each in (x, t))
     except (RuntimeError, NotImplementedError):
         return  # in a vmap numbers cannot be read, and some functions have no second derivative in reverse mode
+    if math.isnan(forward - right):
+        return  # at a point without derivatives nothing is compared, and nothing is known about others
     # Next to Df[s]·|t|/|x| a second derivative of rounding errors is zero
     scale = size + abs(right) + (slope * reach / length if length else 0.0)
     if abs(forward - right) > torch.finfo(at[0].dtype).eps ** 0.5 * scale:
@@ -447,7 +461,7 @@ def _linear(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     jets = _jets((args, kwargs))
     c = max(jet.channels.shape[0] for jet in jets)
     out = torch.func.vmap(_function_of(func, args, kwargs))(*(jet.whole(c) for jet in jets))
-    return _replaced(out, (Jet(z, jets[0].of) for z in _real(out)))
+    return _replaced(out, (Jet(z, jets[0].of) for z in _inexact(out)))
 
 
 def _joins(func: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -455,11 +469,22 @@ def _joins(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if not args:
         return NotImplemented
     of = _jets(args)[0].of
-    return _linear(func, ([_constant(t, of) for t in args[0]], *args[1:]), kwargs)
+    jets = [_constant(t, of) for t in args[0]]
+    if func.__name__ == "column_stack":  # which has no vmap
+        return _linear(torch.cat, ([jet.unsqueeze(-1) if jet.ndim == 1 else jet for jet in jets], 1), {})
+    return _linear(func, (jets, *args[1:]), kwargs)
 
 
 def _constant(t: Any, of: Directions) -> Jet:
     return t if isinstance(t, Jet) else Jet(torch.cat([t.unsqueeze(0), t.new_zeros(of.m, *t.shape)]), of)
+
+
+def _difference(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """diff, also beside tensors: they are constants, and not linear in the jet."""
+    x, n, dim, start, end = _named(("input", "n", "dim", "prepend", "append"), args, kwargs)
+    of = _jets((x, start, end))[0].of
+    x, start, end = (t if t is None else _constant(t, of) for t in (x, start, end))
+    return _linear(func, (x, 1 if n is None else n, -1 if dim is None else dim, start, end), {})
 
 
 def _layer(func: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -506,6 +531,8 @@ def _sum(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if isinstance(other, Tensor):
         shape = torch.broadcast_shapes(jet.shape, other.shape)
         z = _aligned(Jet(z, jet.of), other.ndim).expand(z.shape[0], *shape)
+        # It is added later, and until then the model may write into it; torch itself refuses to write into a parameter.
+        other = other if other.is_leaf and other.requires_grad else other.clone()
     return Jet(z, jet.of, other if shift is None else shift + other)
 
 
@@ -594,8 +621,10 @@ def _by_forward_mode(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         yield slope(v)
         yield torch.func.jvp(slope, (v,), (one,))[1]
 
-    # |z| of a complex z has no f′
-    return _composed(jets[0], slopes) if len(jets) == 1 and not jets[0].dtype.is_complex else NotImplemented
+    # |z| of a complex z has no f′, and bounds with more axes than z broadcast it
+    bounds = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    plain = len(jets) == 1 and not jets[0].dtype.is_complex and all(t.ndim <= jets[0].ndim for t in bounds)
+    return _composed(jets[0], slopes) if plain else NotImplemented
 
 
 def _tanh(v: Tensor) -> Iterator[Any]:
@@ -693,6 +722,32 @@ def _rsqrt(v: Tensor) -> Iterator[Any]:
     slope = -0.5 * f / v
     yield slope
     yield -1.5 * slope / v
+
+
+# c of Σ_k c_k x^2k: sin(x)/x, its slope over x, and its curvature
+_SINC, _SINC_SLOPE, _SINC_CURVATURE = (
+    [(-1) ** k * factor(k) / math.factorial(2 * k + 1) for k in range(start, 10)]
+    for start, factor in ((0, lambda k: 1), (1, lambda k: 2 * k), (1, lambda k: 2 * k * (2 * k - 1)))
+)
+
+
+def _sinc(v: Tensor) -> Iterator[Any]:
+    """Near 0 by power series: there torch's second derivative is 0 in forward mode and NaN in reverse mode."""
+    x = math.pi * v
+    near = x.abs() < 1
+    square, far = torch.where(near, x * x, 0.0), torch.where(near, 1.0, x)
+
+    def series(coefficients: list[float]) -> Tensor:
+        total = torch.zeros_like(square)
+        for c in reversed(coefficients):
+            total = total * square + c
+        return total
+
+    f = torch.sin(far) / far
+    yield torch.where(near, series(_SINC), f)
+    slope = (torch.cos(far) - f) / far
+    yield math.pi * torch.where(near, x * series(_SINC_SLOPE), slope)
+    yield math.pi**2 * torch.where(near, series(_SINC_CURVATURE), -f - 2 * slope / far)
 
 
 def _square(v: Tensor) -> Iterator[Any]:
@@ -825,15 +880,15 @@ _RULES: dict[str, Rule] = (
         *("repeat", "repeat_interleave", "tile", "chunk", "split", "tensor_split", "split_with_sizes", "unbind"),
         *("getitem", "select", "narrow", "index_select", "gather", "take_along_dim", "sum", "mean", "cumsum", "neg"),
         *("negative", "clone", "contiguous", "to", "double", "float", "type_as", "cpu", "cuda", "flip", "roll"),
-        *("diagonal", "trace", "tril", "triu", "diag_embed", "diff", "positive", "unfold", "atleast_1d", "atleast_2d"),
+        *("diagonal", "trace", "tril", "triu", "diag_embed", "positive", "unfold", "atleast_1d", "atleast_2d"),
     )
     | _rules(_joins, "cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack")
-    | _rules(_layer, "linear")
+    | {"diff": _difference, "linear": _layer}
     | _rules(_sum, "add", "sub", "subtract", "rsub")
     | _rules(_mul, "mul", "multiply")
     | _rules(_bilinear, "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "tensordot", "kron")
     | _rules(_quotient, "div", "divide", "true_divide", "truediv")
-    | _rules(_power, "pow", "float_power")
+    | _rules(_power, "pow")
     | {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "group_norm": _group_norm, "glu": _glu}
     | _rules(_softmax, "softmax", "log_softmax", "logsumexp")
     | {"scaled_dot_product_attention": _attention}
@@ -847,7 +902,7 @@ _RULES: dict[str, Rule] = (
         *("softplus", "mish", "log_sigmoid", "logsigmoid", "tan", "atan", "arctan", "sinh", "cosh", "asinh", "acosh"),
         *("atanh", "asin", "acos", "log1p", "expm1", "exp2", "log2", "log10", "erfc", "lgamma", "digamma"),
         *("softsign", "tanhshrink", "elu", "celu", "selu", "leaky_relu", "abs", "absolute", "hardtanh", "relu6"),
-        *("hardswish", "hardsigmoid", "clamp", "clip", "softshrink", "hardshrink", "threshold", "sinc", "logit"),
+        *("hardswish", "clamp", "clip", "softshrink", "hardshrink", "threshold", "logit"),
     )
     | {
         name: make(slopes)
@@ -857,6 +912,7 @@ _RULES: dict[str, Rule] = (
             *((_activation, _exp, "exp"), (_elementwise, _log, "log"), (_elementwise, _erf, "erf", "special_erf")),
             *((_elementwise, _sqrt, "sqrt"), (_elementwise, _rsqrt, "rsqrt"), (_elementwise, _relu, "relu")),
             *((_elementwise, _reciprocal, "reciprocal"), (_elementwise, _square, "square")),
+            (_elementwise, _sinc, "sinc", "special_sinc"),
         )
         for name in names
     }

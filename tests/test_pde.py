@@ -94,6 +94,14 @@ def _functions() -> dict[str, Function]:
         y += 1
         return z.square()
 
+    def counting_in_place(x: Tensor) -> Tensor:
+        steps = torch.zeros(1, dtype=x.dtype)
+        each = []
+        for _ in range(3):
+            each.append(x + steps)
+            steps += 1
+        return each[0] * each[1] * each[2]
+
     def reshaped_in_place(x: Tensor) -> Tensor:
         y = layer(x).sin()
         y.unsqueeze_(1)
@@ -119,6 +127,11 @@ def _functions() -> dict[str, Function]:
         "features": lambda x: torch.cat([torch.sin(x @ matrix[:3]), torch.cos(math.pi * x)], -1),
         "radial": lambda x: torch.exp(-(x[:, None] - matrix[:, :3]).square().sum(-1)),
         "cat with a tensor": lambda x: torch.cat([h(x), torch.ones_like(x)], -1).prod(-1),
+        "difference of entries beside tensors": lambda x: (
+            torch.diff(h(x), prepend=torch.ones_like(x[:, :1])) * torch.diff(torch.ones_like(x[:, :1]), append=h(x))
+        ),
+        "columns": lambda x: torch.column_stack([x[:, 0].sin(), h(x), torch.ones_like(x[:, 1])]).square(),
+        "bounds with more axes": lambda x: h(x).sum(-1).clamp(min=matrix[:, :1]).T.square(),
         "stack": lambda x: torch.stack([a * a for a in x.T], -1),
         "unbind": lambda x: x.unbind(-1)[0] * x.unbind(-1)[2],
         "chunks": lambda x: x.chunk(3, -1)[1] * x.split([1, 2], -1)[1],
@@ -137,9 +150,18 @@ def _functions() -> dict[str, Function]:
         "attention": attended,
         "in place": grown,
         "in place, under two names": seen_by_two_names,
+        "in place, on a constant that was added": counting_in_place,
         "in place, another shape": reshaped_in_place,
         "remainder": lambda x: (3 * h(x) ** 2) % 0.7,
         "complex": lambda x: (x + 1j * x.square()).abs() + (1j * h(x)[:, :3]).exp().real + (1j * x).sin().imag,
+        "made complex": lambda x: (
+            x[:, :1]
+            + x.to(torch.complex128).abs().square()
+            + torch.complex(h(x)[:, :3], x).abs()
+            + torch.view_as_complex(torch.stack([h(x)[:, :3], x], -1)).square().imag
+        ),
+        "transform of Fourier": lambda x: x.sum(-1, keepdim=True) + torch.fft.rfft(h(x)).abs().square(),
+        "numbers of numpy": lambda x: np.sqrt(2.0) * h(x) + np.float64(1.5) - np.float64(2) / (2 + layer(x).square()),
         "named operands": lambda x: torch.add(
             input=torch.mul(h(x), other=layer(x)), other=torch.div(x, other=2)[:, :1]
         ),
@@ -218,6 +240,26 @@ def test_exact_solutions_have_no_residual() -> None:
     momentum = (slope * v[:, None]).sum(-1) + u.gradient[:, 2] - u.laplacian[:, :2] / re
     torch.testing.assert_close(momentum, torch.zeros_like(momentum), rtol=0, atol=1e-12)
     torch.testing.assert_close(trace(slope), torch.zeros(7).double(), rtol=0, atol=1e-12)
+
+
+def test_the_sine_over_its_argument_has_its_second_derivative_at_zero() -> None:
+    x = torch.tensor([[0.0], [1e-9], [-0.2], [1 / math.pi], [0.7]], dtype=torch.float64)
+    u = ng.pde.derivatives(torch.sinc, x)
+    t = math.pi * x[2:]
+    slope = math.pi * (t.cos() - t.sin() / t) / t
+    curvature = -(math.pi**2) * t.sin() / t - 2 * slope / x[2:]
+    torch.testing.assert_close(u.value, torch.sinc(x), rtol=1e-14, atol=0)
+    torch.testing.assert_close(u.d(0)[2:], slope, rtol=1e-12, atol=0)
+    torch.testing.assert_close(u.laplacian[2:], curvature, rtol=1e-12, atol=0)
+    torch.testing.assert_close(u.d(0)[:2], -(math.pi**2) / 3 * x[:2], rtol=1e-12, atol=0)
+    torch.testing.assert_close(u.laplacian[:2], torch.full_like(x[:2], -(math.pi**2) / 3), rtol=1e-12, atol=0)
+
+
+def test_a_power_in_double_precision_has_that_precision() -> None:
+    x = points().float()
+    u = ng.pde.derivatives(lambda x: torch.float_power(x, 3), x)
+    torch.testing.assert_close(u.value, x.double() ** 3, rtol=1e-14, atol=0)
+    torch.testing.assert_close(u.laplacian, 6 * x.double(), rtol=1e-14, atol=0)
 
 
 def test_coordinates_may_be_integers_of_numpy() -> None:
@@ -373,6 +415,17 @@ def test_a_wrong_second_derivative_of_torch_is_refused_inside_a_transform(transf
         transform(loss)(torch.tensor(2.0, dtype=torch.float64))
 
 
+def test_a_point_without_derivatives_does_not_vouch_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jet, "_checked", set())
+
+    def cube(x: Tensor) -> Tensor:
+        return torch.cat([x, x, x], -1).cumprod(-1)
+
+    ng.pde.laplacian(cube, torch.full((2, 1), math.nan, dtype=torch.float64))
+    with pytest.raises(ng.errors.NoDerivativeError, match=r"cumprod has no rule.*is wrong"):
+        ng.pde.laplacian(cube, torch.zeros(2, 1, dtype=torch.float64))
+
+
 class Writes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -422,6 +475,10 @@ class WithoutGradients(nn.Module):
         (lambda x: F.batch_norm(x, None, None, training=True), "calls batch_norm with batch statistics"),
         (lambda x: torch.linalg.det(x[:, :, None] * x[:, None] + torch.eye(3)), "linalg_det has no rule.*is wrong"),
         (lambda x: torch.cdist(x, torch.ones(2, 3)), "_?cdist has no rule, and torch cannot differentiate it twice"),
+        (lambda x: x * math.sin(x[0, 0]), "calls item: a number has no derivative"),
+        (lambda x: x * torch.tensor([x[0, 0], x[0, 1], 2.0]), "as torch.tensor.* does.*with torch.stack"),
+        (lambda x: x * torch.from_numpy(np.asarray(x)), "calls array: a number has no derivative"),
+        (F.hardsigmoid, "hardsigmoid has no rule, and torch cannot differentiate it twice.*smooth operations"),
         (lambda x: x * x[0, 0].item(), "calls item: a number has no derivative"),
         (Writes(), "calls setitem: a tensor cannot hold derivatives. Build it with torch.cat"),
         (Assigns(), "calls setitem: a tensor cannot hold derivatives"),

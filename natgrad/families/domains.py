@@ -105,7 +105,7 @@ class Space(Domain):
         return x.isfinite().all(-1) if self.axes else x.isfinite()
 
     def margin(self, x: Tensor) -> Tensor:
-        return torch.full_like(x[..., 0] if self.axes else x, math.inf)
+        return x.new_full(x.shape[:-1] if self.axes else x.shape, math.inf)
 
     def reach(self, x: Tensor, v: Tensor) -> Tensor:
         return self.margin(x + v)

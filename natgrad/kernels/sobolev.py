@@ -326,9 +326,10 @@ class SobolevKernel(ReproducingKernel):
     @property
     def _extreme(self) -> bool:
         """Whether r² or ℓ² may overflow or underflow in single precision although r/ℓ does not."""
-        if isinstance(self.lengthscale, Lengthscale):
+        ℓ = self.lengthscale
+        if isinstance(ℓ, Lengthscale) or (isinstance(ℓ, Tensor) and not can_read(ℓ)):
             return True  # it may be anything
-        return not isinstance(self.lengthscale, Tensor) and not _SMALL < float(self.lengthscale) < 1 / _SMALL
+        return not _SMALL < float(ℓ.detach() if isinstance(ℓ, Tensor) else ℓ) < 1 / _SMALL
 
     def _lengthscale(self, x: Tensor, other: bool) -> float | Tensor:
         if isinstance(self.lengthscale, Tensor):

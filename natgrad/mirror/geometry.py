@@ -272,8 +272,16 @@ class Box(Region):
 
     def step(self, g: InnerProduct, x: Tensor, ω: Tensor, α: float) -> tuple[Tensor, Tensor]:
         M, linear = α * g.dense(), ω.reshape(-1)
-        scaled_cholesky(M, "the metric in a box")  # raises where m has no minimum, or more than one
+        factor, scale = scaled_cholesky(M, "the metric in a box")  # raises where m has no minimum, or more than one
         low, high = (self.lower - x).reshape(-1), (self.upper - x).reshape(-1)
+        # Newton's method stops by values of about 1, so m is divided by a bound of its decrease: that of its linear
+        # part in the box, or that of m without the box.
+        along = torch.where(linear == 0, 0.0, torch.maximum(-linear * low, -linear * high)).sum()
+        whole = torch.linalg.solve_triangular(factor, (scale * linear).unsqueeze(-1), upper=False).square().sum() / 2
+        unit = torch.minimum(along, whole)
+        if bool(unit == 0):
+            return x, unit
+        M, linear = M / unit, linear / unit
 
         def model(d: Tensor) -> Tensor:
             return (linear * d).sum() + 0.5 * (d * (M @ d)).sum()
@@ -295,4 +303,4 @@ class Box(Region):
         if not float(decrement) <= torch.finfo(d.dtype).eps ** 0.5 * (1 + float(least.abs())):
             raise NatgradError("the step in the box was not found by Newton's method: is the metric positive?")
         y = torch.where(d <= low, self.lower.reshape(-1), torch.where(d >= high, self.upper.reshape(-1), x.ravel() + d))
-        return y.view_as(x), -least
+        return y.view_as(x), -least * unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
@@ -86,11 +87,11 @@ class Online:
     @staticmethod
     def of(family: ExponentialFamily, x: Tensor) -> Online:
         """The estimate from the first data x [n *batch *event]."""
-        return Online(family, _mean(family, x), len(x))
+        return Online(family, _mean(family, x, torch.get_default_dtype()), len(x))
 
     def update(self, x: Tensor) -> Online:
         """The estimate with more data x [n *batch *event]: one step, of size n/(k + n)."""
-        t = _mean(self.family, x)
+        t = _mean(self.family, x, self.xi.dtype)
         if t.shape != self.xi.shape:
             raise ValueError(
                 f"the statistics of the data have shape {tuple(t.shape)} and ξ has {tuple(self.xi.shape)}: data are "
@@ -113,8 +114,10 @@ class Online:
         return self.family.natural(self.xi)
 
 
-def _mean(family: ExponentialFamily, x: Tensor) -> Tensor:
+def _mean(family: ExponentialFamily, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean of the statistics [*batch *point], of integers in this dtype."""
     if x.ndim == 0 or not len(x):
         raise ValueError(f"data must be [n *batch *event] with n ≥ 1, got shape {tuple(x.shape)}")
     family.check_data(x)
-    return family.statistics(x).mean(0)
+    t = family.statistics(x)
+    return t.mean(0) if t.is_floating_point() else t.double().mean(0).to(dtype)

@@ -21,6 +21,7 @@ from natgrad.structures.dense import DenseOperator
 from natgrad.structures.diagonal import DiagonalOperator
 
 _ROUNDING = 256  # units in the last place
+_FAR = 2.0**20  # a ratio whose logarithm loses no digits as a difference of two
 
 
 class Potential(ABC):
@@ -408,8 +409,9 @@ class LogBarrier(Potential):
     def bregman(self, y: Tensor, x: Tensor) -> Tensor:
         self.domain.check(x, "x")
         self.domain.check(y, "y")
-        moved = (y - x) / x
-        return (moved - moved.log1p()).sum()
+        t = (y - x) / x
+        near = t.abs() < 0.5  # else log1p would lose y in y − x, and t may overflow
+        return (t - torch.where(near, torch.where(near, t, 0.0).log1p(), y.log() - x.log())).sum()
 
     def hessian(self, x: Tensor) -> Operator:
         self.domain.check(x, "x")
@@ -423,7 +425,10 @@ class LogBarrier(Potential):
 def _kl(y: Tensor, x: Tensor) -> Tensor:
     """Σ y log(y/x) − y + x [] as Σ x((1 + t) log(1 + t) − t), t = (y − x)/x, which keeps its digits near y = x."""
     t = (y - x) / x
-    return (x * (torch.special.xlog1py(1 + t, t) - t)).sum()
+    far = t > _FAR  # where t may overflow
+    near, large = torch.where(far, 0.0, t), torch.where(far, y, 1.0)
+    terms = x * (torch.special.xlog1py(1 + near, near) - near)
+    return torch.where(far, large * (large.log() - x.log()) - (large - x), terms).sum()
 
 
 def _blocks(matrices: Tensor) -> Tensor:

@@ -236,6 +236,16 @@ def test_the_lengthscale_may_be_trained() -> None:
 # Lengthscale, features, and what is refused
 
 
+@pytest.mark.parametrize("unit", [1e-30, 1e30])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_lengthscale_that_is_a_tensor_may_have_a_square_outside_of_single_precision(
+    unit: float, trained: bool
+) -> None:
+    x = torch.tensor([0.0, 1.0, 3.0])
+    K = SobolevKernel(0.5, torch.tensor(unit, requires_grad=trained))(unit * x)
+    torch.testing.assert_close(K.detach(), (-(x[:, None] - x).abs()).exp(), rtol=1e-5, atol=0)
+
+
 def test_a_lengthscale_divides_distances() -> None:
     x = normal(5, 3)
     close(SobolevKernel(1.2, 4.0)(x), SobolevKernel(1.2)(x / 4), 1e-14)

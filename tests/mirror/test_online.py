@@ -70,6 +70,15 @@ def test_a_prior_counts_as_so_many_data() -> None:
     assert bool(prior.update(t(1.0)).eta > 0)
 
 
+def test_counts_may_be_integers() -> None:
+    for family, x in ((ng.families.Poisson(), [3, 1, 4]), (ng.families.Bernoulli(), [1, 0, 1])):
+        data = torch.tensor(x)
+        estimate = Online.of(family, data[:2]).update(data[2:])
+        torch.testing.assert_close(estimate.xi, data.float().mean())
+        exact = Online(family, data[:2].double().mean(), 2).update(data[2:])
+        torch.testing.assert_close(exact.xi, data.double().mean())
+
+
 def test_moments_on_the_boundary_have_no_natural_parameters_and_say_so() -> None:
     one = Online.of(ng.families.FullGaussian(), t(1.0, 2.0)[None])
     with pytest.raises(DomainError, match=r"FullGaussian has no member with the moments of these 1 data.*from a prior"):

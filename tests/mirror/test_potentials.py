@@ -112,6 +112,11 @@ def test_the_dual_point_of_newtons_method_is_differentiable() -> None:
     close(x.exp() + MATRIX @ x, z)
 
 
+def test_newtons_method_finds_the_dual_point_of_one_number() -> None:
+    z = torch.tensor(0.5, dtype=torch.float64)
+    close(Convex(torch.cosh).inverse_gradient(z), z.asinh())
+
+
 def test_a_far_dual_point_is_found_within_the_domain() -> None:
     """Full Newton steps from the centre would leave the orthant."""
     ψ = Convex(lambda x: -x.log().sum(), within=OpenBox(lower=0.0), image=OpenBox(upper=0.0))
@@ -202,6 +207,24 @@ def test_a_divergence_of_far_logits_is_that_of_their_log_partition(far: float, d
     for potential in (ng.mirror.BinaryEntropy(), ng.mirror.SimplexEntropy()):
         found = Conjugate(potential).bregman(z, origin)
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ratio", [1e-12, 1e-20, 1e-38, 1e20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_divergence_keeps_its_digits_where_the_points_are_far_apart(ratio: float, dtype: torch.dtype) -> None:
+    x, y = torch.tensor([3.0], dtype=dtype), torch.tensor([3.0 * ratio], dtype=dtype)
+    a, b = float(x), float(y)
+    for here, there, found in (
+        (b / a - 1 - math.log(b / a), a / b - 1 + math.log(b / a), ng.mirror.LogBarrier()),
+        (b * math.log(b / a) - b + a, a * math.log(a / b) - a + b, ng.mirror.NegativeEntropy()),
+    ):
+        for exact, pair in ((here, (y, x)), (there, (x, y))):
+            torch.testing.assert_close(float(found.bregman(*pair)), exact, rtol=1e-6, atol=0)
+    coin = torch.tensor([1e-40], dtype=dtype)
+    exact = 0.5 * math.log(0.25 / float(coin))
+    torch.testing.assert_close(
+        float(ng.mirror.BinaryEntropy().bregman(torch.full_like(coin, 0.5), coin)), exact, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -158,17 +158,19 @@ def test_a_function_without_smoothness_is_not_doubled_for_ever() -> None:
         descent.run(cliff, torch.zeros(1, dtype=torch.float64), steps=1)
 
 
-def test_in_a_box_grad_is_the_best_of_all_faces() -> None:
-    """Compared with the minimum over every choice of entries that are fixed at a bound."""
+@pytest.mark.parametrize("unit", [1.0, 1e-10, 1e-30, 1e30])
+def test_in_a_box_grad_is_the_best_of_all_faces(unit: float) -> None:
+    """Compared with the minimum over every choice of entries that are fixed at a bound, in any unit of length."""
     generator = torch.Generator().manual_seed(0)
-    box = Box(-torch.ones(4), torch.ones(4))
+    box = Box(-unit * torch.ones(4).double(), unit * torch.ones(4).double())
     for _ in range(20):
         A, ω, x = (torch.randn(*shape, generator=generator).double() for shape in ((4, 4), (4,), (4,)))
         M, x = A @ A.T + 0.1 * torch.eye(4).double(), x.clamp(-0.9, 0.9)
-        descent, linear = PrimalDescent(MatrixMetric(partial(_always, M)), 1.5, region=box), partial(torch.dot, ω)
+        descent = PrimalDescent(MatrixMetric(partial(_always, M)), 1.5, region=box)
+        linear = partial(torch.dot, unit * ω)
         expected, depth = _best_face(1.5 * M, ω, x)
-        close(descent.grad(linear, x), expected, 1e-9)
-        close(descent.prog(linear, x), depth, 1e-9)
+        close(descent.grad(linear, unit * x) / unit, expected, 1e-9)
+        close(descent.prog(linear, unit * x) / unit**2, depth, 1e-9)
 
 
 def _always(M: Tensor, x: Tensor) -> Tensor:
