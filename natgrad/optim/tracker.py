@@ -28,7 +28,17 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
-from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, returned_tensors
+from natgrad.model import (
+    Arguments,
+    Inputs,
+    Model,
+    eager,
+    in_library_pass,
+    is_compiled,
+    library_pass,
+    returned_tensors,
+    side_by_side,
+)
 from natgrad.optim.distributed import World, refuse_strangers
 from natgrad.optim.loss_check import LossCheck, loss_in, on_cotangent, read_by
 from natgrad.optim.model_check import ModelCheck
@@ -759,13 +769,13 @@ class MetricTracker:
             keys = tuple(self.model.heads[at] for at, _ in there)
             observer = replace(observer, model=replace(self.model, heads=keys), metric=self.metric.only(keys))
             with torch.enable_grad():
-                y = torch.cat([waiting.heads[at].flatten(1) for at, _ in there], 1)
+                y = side_by_side([waiting.heads[at] for at, _ in there])
             tape = replace(tape, y=y, shapes=tuple(tape.shapes[at] for at, _ in there))
             if batch.target is not None:
                 batch = replace(batch, target=tuple(batch.target[at] for at, _ in there))
         if observer.metric.lacks(batch.target):
             return
-        cotangent = torch.cat([c.flatten(1) for _, c in there], 1) if waiting.heads else there[0][1]
+        cotangent = side_by_side([c for _, c in there]) if waiting.heads else there[0][1]
         self._estimate(replace(batch, cotangent=cotangent), tape, observer)
 
     def loss_called(self, y: Any, target: Any) -> None:
