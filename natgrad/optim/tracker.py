@@ -40,7 +40,7 @@ from natgrad.model import (
     side_by_side,
 )
 from natgrad.optim.distributed import World, refuse_strangers
-from natgrad.optim.loss_check import LossCheck, loss_in, on_cotangent, read_by
+from natgrad.optim.loss_check import LossCheck, in_training, loss_in, on_cotangent, read_by
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -679,7 +679,7 @@ class MetricTracker:
         waits, changed = self._waits(batch, tape, raw, of_user)
         if of_user:
             raw = raw if changed is None else changed
-            self.loss_check.watch(raw, self.model.returned(raw))
+            self.loss_check.watch(raw, self.model.returned(raw), tuple(self.model.params.values()))
         else:
             self.loss_check.pass_unseen()
         if not waits:
@@ -734,14 +734,16 @@ class MetricTracker:
             if tracker is not None:
                 tracker.cotangents_arrived(number, cotangents)
 
-        handle = None if several or not visible else on_cotangent(outputs[0], loss, lambda c: arrived([c]))
+        params = tuple(self.model.params.values())
+        single = in_training(params, lambda cotangent: arrived([cotangent]))
+        handle = None if several or not visible else on_cotangent(outputs[0], loss, single)
         if not visible or (handle is None and not several):
             if self.metric.needs_target:
                 return True, None  # never estimated: ``step`` will say what is missing
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
         if several:
-            joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
+            joined = JoinedHeads.apply(in_training(params, arrived), *outputs)  # type: ignore[no-untyped-call]
             self._waiting.append(Waiting(number, batch, tape, joined, heads=tuple(outputs)))
             return True, self.model.with_heads(raw, joined)
         self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle, node=outputs[0].grad_fn))
