@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,10 @@ NO_OUTPUTS = (
     "{} is made of gradients, and is no metric on outputs: there is nothing to refresh, and no divergence for a step "
     "rule. Use a rule that only scales (Fixed, KLClip, Normalised, Polar) with it, or a metric on the outputs (Fisher, "
     "Empirical(loss))"
+)
+_TWO_THREADS = (
+    "two threads call the model at once, both with gradients, and the metric is that of one pass: "
+    "call it under torch.no_grad() in one thread, or let the passes wait for each other (threading.Lock)"
 )
 _TWO_MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "
@@ -282,6 +287,7 @@ class MetricTracker:
         self._recorder: Recorder | None = None  # of the pass that is being recorded
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
+        self._thread = 0  # that it runs in; others may evaluate the model meanwhile
         self._rng_state = get_rng_state(self.model.example.device)
         self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
         layers = (
@@ -592,8 +598,11 @@ class MetricTracker:
         """
         if in_library_pass():
             return
-        if self._recorder is not None:  # the model calls itself
-            self._depth += 1
+        if self._recorder is not None:
+            if threading.get_ident() == self._thread:  # the model calls itself
+                self._depth += 1
+            elif torch.is_grad_enabled():
+                raise NatgradError(_TWO_THREADS)
             return
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
@@ -621,7 +630,7 @@ class MetricTracker:
         if waits and eagerly:
             raise IncompatibleError(COMPILED_BACKWARD)
         operations = self.observer.operations or (waits and self.average is None)
-        self._recorder = self._recorders[eagerly]
+        self._recorder, self._thread = self._recorders[eagerly], threading.get_ident()
         self._recorder.start(x, operations=operations)
         if eagerly or not self.structure.one_pass:
             self._rng_state = get_rng_state(self.model.example.device)
@@ -645,8 +654,8 @@ class MetricTracker:
 
     def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> Any:
         """The forward hook of a recorded pass, which has returned ``raw``; None if it raised."""
-        if self._handle is not None and in_library_pass():
-            return None  # another optimizer runs a pass of its own inside the one that is recorded
+        if self._handle is not None and (in_library_pass() or threading.get_ident() != self._thread):
+            return None  # another optimizer, or another thread, runs a pass of its own during the one that is recorded
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
             self._depth -= 1
             return None
