@@ -57,8 +57,7 @@ NOTHING_SEEN = (
     "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
     "torch.no_grad() and torch.func, or opt.refresh(x) where the forward pass is opaque. If it was called so, either "
     "the model is called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the "
-    "optimizer), or its hooks were removed (make a new optimizer), or a second optimizer of natgrad was made for it "
-    "(delete one of them)"
+    "optimizer), or its hooks were removed (make a new optimizer)"
 )
 _CONSTANT = (
     "the step rule asks for the batch, and a structure with power=0 looks at none: use Fixed(), KLClip(), Normalised() "
