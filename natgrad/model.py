@@ -226,7 +226,7 @@ class Model:
         if len({tensor.shape[0] for tensor in tensors}) > 1:
             sizes = ", ".join(f"{key!r} {tensor.shape[0]}" for key, tensor in zip(self.heads, tensors, strict=True))
             raise ValueError(f"all heads need the n examples on their first axis, and have {sizes}")
-        return torch.cat([tensor.flatten(1) for tensor in tensors], 1), tuple(tensor.shape for tensor in tensors)
+        return side_by_side(tensors), tuple(tensor.shape for tensor in tensors)
 
     def given_to_loss(self, y: Tensor, shapes: Shapes) -> Tensor | dict[Any, Tensor]:
         """The outputs as a loss is given them: y, or its heads by their keys, in their shapes."""
@@ -286,6 +286,11 @@ class Model:
                 "so there is no per-example Jacobian. Take the metric in evaluation mode: model.eval(), or "
                 "with natgrad.evaluating(model): ... around it"
             )
+
+
+def side_by_side(heads: Sequence[Tensor]) -> Tensor:
+    """y [n d] of heads [n *out]; a head [n] has one number an example."""
+    return torch.cat([head.unsqueeze(-1).flatten(1) for head in heads], 1)
 
 
 def _head(y: Any, key: Any) -> Any:

@@ -91,6 +91,29 @@ def edge_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, output.output_nr)
 
 
+def computes_gradient(leaves: Iterable[Tensor]) -> bool:
+    """Whether the backward pass that is running computes the gradient of one of these leaves.
+
+    >>> x, p = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> y = x * p
+    >>> _ = y.register_hook(lambda g: print(computes_gradient([p])))
+    >>> _ = torch.autograd.grad(y, x, retain_graph=True)
+    False
+    >>> _ = torch.autograd.grad(y, p, retain_graph=True)
+    True
+    >>> y.backward()
+    True
+    """
+    return any(leaf.requires_grad and _is_asked_for(get_gradient_edge(leaf).node) for leaf in leaves)
+
+
+def _is_asked_for(leaf: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # ``torch.autograd.grad`` is asked for this leaf, and will not accumulate its gradient
+        return True
+
+
 def version_of(t: Tensor) -> int:
     """How often a tensor was changed in place; 0 for an inference tensor, which does not count."""
     return 0 if t.is_inference() else t._version

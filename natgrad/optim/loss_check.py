@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.autograd_nodes import computes_gradient
 from natgrad.errors import LossMismatchError
 from natgrad.model import returned_tensors
 from natgrad.output.heads import Heads
@@ -132,19 +133,20 @@ class LossCheck:
             for each in self._watched:
                 each.paused = False
 
-    def watch(self, raw: Any, tensors: Sequence[Tensor]) -> None:
+    def watch(self, raw: Any, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
+        training = partial(in_training, params)
         if self._watched or not self._has_loss or tuple(t.ndim for t in tensors) in self.checked:
             self._passes += 1
             if self._watched:
                 came = _weakly(self, lambda check, _, number=self._passes: check._came(number))
-                self._handles.extend(y.register_hook(came) for y in tensors if y.requires_grad)
+                self._handles.extend(y.register_hook(training(came)) for y in tensors if y.requires_grad)
             return
         self._watched, self._passes, loss = list(_by_head(self.metric, tensors)), 1, loss_in(raw, tensors)
         for each, y in zip(self._watched, tensors, strict=True):
             if not y.requires_grad:
                 continue
-            handle = on_cotangent(y, loss, _weakly(each, Watched.arrive))
+            handle = on_cotangent(y, loss, training(_weakly(each, Watched.arrive)))
             if handle is None:
                 self.forget()
                 self.checked.add(tuple(t.ndim for t in tensors))
@@ -157,9 +159,9 @@ class LossCheck:
                     lambda _, args, kwargs, call=call: call(args, kwargs), with_kwargs=True
                 )
                 self._handles.append(hook)
-        self._watch_others(raw, tensors)
+        self._watch_others(raw, tensors, params)
 
-    def _watch_others(self, raw: Any, tensors: Sequence[Tensor]) -> None:
+    def _watch_others(self, raw: Any, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Those of which the outputs are not made: what comes back to them is another loss's."""
         items = raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, tuple | list) else ()
         others = [(key, t) for key, t in items if isinstance(t, Tensor) and t.ndim and t.grad_fn is not None]
@@ -168,7 +170,8 @@ class LossCheck:
         for key, t in others:
             if t.grad_fn not in below:
                 self._other[key] = False
-                self._handles.append(t.register_hook(_weakly(self, lambda check, _, key=key: check._trained(key))))
+                trained = _weakly(self, lambda check, _, key=key: check._trained(key))
+                self._handles.append(t.register_hook(in_training(params, trained)))
 
     def _trained(self, key: Any) -> None:
         self._other[key] = True
@@ -348,6 +351,14 @@ def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None])
         return y.register_hook(hook)
     handle: RemovableHandle = node.register_prehook(lambda cotangents: hook(cotangents[number]))
     return handle
+
+
+def in_training(params: Sequence[Tensor], hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The hook, called in backward passes that compute a gradient of the parameters.
+
+    One for the inputs alone (``torch.autograd.grad(y.sum(), x)``, for a gradient penalty) is not that of the loss.
+    """
+    return lambda cotangent: hook(cotangent) if computes_gradient(params) else None
 
 
 def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:

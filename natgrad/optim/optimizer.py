@@ -57,6 +57,7 @@ from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
 _DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
+_EAGER = "a step of natgrad is not compiled. With fullgraph=True compile the model alone, and call opt.step() outside"
 _OUTSIDE = "the gradients of {} of {} parameters do not come through the outputs that the metric is on: {}"
 _LEFT = 'do not move: give them a group with "fallback": "adamw" and a learning rate'
 
@@ -289,6 +290,10 @@ class NaturalGradient(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, detached, if there is one."""
+        # Not always: where the step is called eagerly, a compiled model in the closure stays compiled.
+        return _uncompiled(self._take, closure) if torch.compiler.is_compiling() else self._take(closure)
+
+    def _take(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None and self._prepared():
             return None
         if closure is not None and not callable(closure):
@@ -689,6 +694,11 @@ def _loss_at(
                 p.grad = saved[name][1]
 
     return loss_at
+
+
+@torch.compiler.disable(reason=_EAGER)  # type: ignore[untyped-decorator]
+def _uncompiled(take: Callable[[Callable[[], Any] | None], Any], closure: Callable[[], Any] | None) -> Any:
+    return take(closure)
 
 
 def _number(loss: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,9 +29,19 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
-from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, returned_tensors
+from natgrad.model import (
+    Arguments,
+    Inputs,
+    Model,
+    eager,
+    in_library_pass,
+    is_compiled,
+    library_pass,
+    returned_tensors,
+    side_by_side,
+)
 from natgrad.optim.distributed import World, refuse_strangers
-from natgrad.optim.loss_check import LossCheck, loss_in, on_cotangent, read_by
+from natgrad.optim.loss_check import LossCheck, in_training, loss_in, on_cotangent, read_by
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -46,8 +57,7 @@ NOTHING_SEEN = (
     "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
     "torch.no_grad() and torch.func, or opt.refresh(x) where the forward pass is opaque. If it was called so, either "
     "the model is called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the "
-    "optimizer), or its hooks were removed (make a new optimizer), or a second optimizer of natgrad was made for it "
-    "(delete one of them)"
+    "optimizer), or its hooks were removed (make a new optimizer)"
 )
 _CONSTANT = (
     "the step rule asks for the batch, and a structure with power=0 looks at none: use Fixed(), KLClip(), Normalised() "
@@ -85,6 +95,10 @@ NO_OUTPUTS = (
     "{} is made of gradients, and is no metric on outputs: there is nothing to refresh, and no divergence for a step "
     "rule. Use a rule that only scales (Fixed, KLClip, Normalised, Polar) with it, or a metric on the outputs (Fisher, "
     "Empirical(loss))"
+)
+_TWO_THREADS = (
+    "two threads call the model at once, both with gradients, and the metric is that of one pass: "
+    "call it under torch.no_grad() in one thread, or let the passes wait for each other (threading.Lock)"
 )
 _TWO_MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "
@@ -272,6 +286,7 @@ class MetricTracker:
         self._recorder: Recorder | None = None  # of the pass that is being recorded
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
+        self._thread = 0  # that it runs in; others may evaluate the model meanwhile
         self._rng_state = get_rng_state(self.model.example.device)
         self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
         layers = (
@@ -582,8 +597,11 @@ class MetricTracker:
         """
         if in_library_pass():
             return
-        if self._recorder is not None:  # the model calls itself
-            self._depth += 1
+        if self._recorder is not None:
+            if threading.get_ident() == self._thread:  # the model calls itself
+                self._depth += 1
+            elif torch.is_grad_enabled():
+                raise NatgradError(_TWO_THREADS)
             return
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
@@ -611,7 +629,7 @@ class MetricTracker:
         if waits and eagerly:
             raise IncompatibleError(COMPILED_BACKWARD)
         operations = self.observer.operations or (waits and self.average is None)
-        self._recorder = self._recorders[eagerly]
+        self._recorder, self._thread = self._recorders[eagerly], threading.get_ident()
         self._recorder.start(x, operations=operations)
         if eagerly or not self.structure.one_pass:
             self._rng_state = get_rng_state(self.model.example.device)
@@ -635,8 +653,8 @@ class MetricTracker:
 
     def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> Any:
         """The forward hook of a recorded pass, which has returned ``raw``; None if it raised."""
-        if self._handle is not None and in_library_pass():
-            return None  # another optimizer runs a pass of its own inside the one that is recorded
+        if self._handle is not None and (in_library_pass() or threading.get_ident() != self._thread):
+            return None  # another optimizer, or another thread, runs a pass of its own during the one that is recorded
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
             self._depth -= 1
             return None
@@ -669,7 +687,7 @@ class MetricTracker:
         waits, changed = self._waits(batch, tape, raw, of_user)
         if of_user:
             raw = raw if changed is None else changed
-            self.loss_check.watch(raw, self.model.returned(raw))
+            self.loss_check.watch(raw, self.model.returned(raw), tuple(self.model.params.values()))
         else:
             self.loss_check.pass_unseen()
         if not waits:
@@ -724,14 +742,16 @@ class MetricTracker:
             if tracker is not None:
                 tracker.cotangents_arrived(number, cotangents)
 
-        handle = None if several or not visible else on_cotangent(outputs[0], loss, lambda c: arrived([c]))
+        params = tuple(self.model.params.values())
+        single = in_training(params, lambda cotangent: arrived([cotangent]))
+        handle = None if several or not visible else on_cotangent(outputs[0], loss, single)
         if not visible or (handle is None and not several):
             if self.metric.needs_target:
                 return True, None  # never estimated: ``step`` will say what is missing
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
         if several:
-            joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
+            joined = JoinedHeads.apply(in_training(params, arrived), *outputs)  # type: ignore[no-untyped-call]
             self._waiting.append(Waiting(number, batch, tape, joined, heads=tuple(outputs)))
             return True, self.model.with_heads(raw, joined)
         self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle, node=outputs[0].grad_fn))
@@ -759,13 +779,13 @@ class MetricTracker:
             keys = tuple(self.model.heads[at] for at, _ in there)
             observer = replace(observer, model=replace(self.model, heads=keys), metric=self.metric.only(keys))
             with torch.enable_grad():
-                y = torch.cat([waiting.heads[at].flatten(1) for at, _ in there], 1)
+                y = side_by_side([waiting.heads[at] for at, _ in there])
             tape = replace(tape, y=y, shapes=tuple(tape.shapes[at] for at, _ in there))
             if batch.target is not None:
                 batch = replace(batch, target=tuple(batch.target[at] for at, _ in there))
         if observer.metric.lacks(batch.target):
             return
-        cotangent = torch.cat([c.flatten(1) for _, c in there], 1) if waiting.heads else there[0][1]
+        cotangent = side_by_side([c for _, c in there]) if waiting.heads else there[0][1]
         self._estimate(replace(batch, cotangent=cotangent), tape, observer)
 
     def loss_called(self, y: Any, target: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from natgrad.model import Shapes
+from natgrad.model import Shapes, side_by_side
 from natgrad.output.metric import OutputMetric
 
 
@@ -111,7 +111,7 @@ class Heads(OutputMetric):
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         heads = zip(self._by_head(y, target), self.split(u), strict=True)
-        return self.joined([w * metric.flat(head, v, t) for (metric, w, head, t), v in heads])
+        return side_by_side([w * metric.flat(head, v, t) for (metric, w, head, t), v in heads])
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return self._beside(y, [m.root(head, t, generator) * w**0.5 for m, w, head, t in self._by_head(y, target)])
@@ -135,10 +135,6 @@ class Heads(OutputMetric):
             )
         pieces = y.split(sizes, 1)
         return [piece.reshape(-1, *shape[1:]) for piece, shape in zip(pieces, self.shapes, strict=True)]
-
-    def joined(self, heads: Sequence[Tensor]) -> Tensor:
-        """y [n d] of heads [n *out]."""
-        return torch.cat([head.flatten(1) for head in heads], 1)
 
     def targets(self, target: Any) -> list[Any]:
         """Those of every head; None where there are none."""
@@ -165,7 +161,7 @@ class Heads(OutputMetric):
         Columns of one head are zero on the others. Sampled columns have mean zero and are independent, so one column
         may hold a sample of every head: the products between heads vanish in expectation.
         """
-        flat = [root.flatten(2) for root in roots]
+        flat = [root.unsqueeze(-1).flatten(2) for root in roots]
         if not any(metric.exact for metric in self.metrics.values()) and len({root.shape[0] for root in flat}) == 1:
             return torch.cat(flat, 2)
         before, d, columns = 0, y.shape[1], []

@@ -167,7 +167,9 @@ class BackwardHooks:
             if j in box or at in self._consumed:
                 raise NatgradError(
                     f"two backward passes came to the outputs of {self.tape.uses[at].module} in one forward pass: call "
-                    "backward once, on the sum of the losses"
+                    "backward once, on the sum of the losses. If the loss has derivatives by the inputs (a gradient "
+                    "penalty), use BatchGradient() or a metric on the outputs. A second optimizer of natgrad for this "
+                    "model may be the cause, too: delete one of them"
                 )
             if g is not None:
                 box[j] = g.detach()

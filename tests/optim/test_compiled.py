@@ -146,3 +146,46 @@ def test_a_whole_graph_around_the_model_is_refused_with_the_way_out() -> None:
         call(x)
     with pytest.raises(NatgradError, match="no forward pass"):
         opt.tracker.average_with_new()
+
+
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.SOAP, ng.Natural])
+def test_a_compiled_step_is_the_same_step(preset: Callable[..., ng.NaturalGradient]) -> None:
+    def trained(*, compiled: bool) -> Tensor:
+        torch._dynamo.reset()
+        model, x = seeded(lambda: (Net().double().eval(), torch.randn(12, 3, dtype=torch.float64)))
+        opt = preset(model, nn.CrossEntropyLoss()) if preset is ng.KFAC else preset(model)
+        step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+        for _ in range(3):
+            opt.zero_grad()
+            F.cross_entropy(model(x), torch.arange(12) % 2).backward()
+            step()
+        return oracle.flatten(model.parameters())
+
+    assert torch.equal(trained(compiled=True), trained(compiled=False))
+
+
+def test_a_step_in_one_whole_graph_is_refused_with_the_way_out() -> None:
+    torch._dynamo.reset()
+    model = seeded(lambda: Net().double())
+    opt = ng.Natural(model)
+    model(torch.ones(12, 3, dtype=torch.float64)).sum().backward()
+    with pytest.raises(Exception, match=r"compile the model alone, and call opt\.step\(\) outside"):
+        torch.compile(lambda: opt.step(), backend="eager", fullgraph=True)()
+
+
+def test_a_compiled_model_stays_compiled_in_a_closure() -> None:
+    torch._dynamo.reset()
+    model = seeded(lambda: Net().double())
+    compiled, x = torch.compile(model, backend="eager"), torch.ones(12, 3, dtype=torch.float64)
+    opt, ran = ng.Natural(model), list[bool]()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss: Tensor = compiled(x).square().sum()
+        loss.backward()
+        ran.append(bool(counters["stats"]["unique_graphs"]))
+        return loss
+
+    counters.clear()
+    opt.step(closure)
+    assert ran == [True]

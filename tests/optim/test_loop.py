@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import natgrad as ng
+from natgrad.errors import NatgradError
 from tests import oracle
 from tests.optim.states import whole
 from tests.optim.tasks import KINDS, Task, task
@@ -185,3 +187,63 @@ def test_a_copy_of_the_model_is_not_watched(structure: ng.structures.Structure) 
         of.step(opt)
         rest.step(other)
     assert torch.equal(of.theta(), rest.theta())
+
+
+class Meeting(nn.Module):
+    """Inside the first call another thread calls the whole model; its pass ends when ``leave`` is set."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self.inside, self.leave, self.problems = threading.Event(), threading.Event(), list[Exception]()
+        self.call, self.worker = call, threading.Thread(target=self.work)
+
+    def work(self) -> None:
+        try:
+            self.call()
+        except NatgradError as error:
+            self.problems.append(error)
+        self.inside.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread() is self.worker:
+            self.inside.set()
+            self.leave.wait(10)
+        elif self.worker.ident is None:
+            self.worker.start()
+            self.inside.wait(10)
+        return x
+
+
+@pytest.mark.parametrize("metric", [ng.Euclidean(), nn.MSELoss(), ng.Empirical()])
+def test_an_evaluation_in_another_thread_does_not_change_a_step(metric: Any) -> None:
+    def step(*, together: bool) -> Tensor:
+        torch.manual_seed(0)
+        layers, x = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)], torch.randn(6, 3).double()
+        model = nn.Sequential(*layers).double()
+        meeting = Meeting(torch.no_grad()(lambda: model(x[:4])))
+        if together:
+            model.insert(1, meeting)
+        opt = ng.KFAC(model, metric if isinstance(metric, ng.Empirical) else ng.metric_of(metric), lr=0.1)
+        loss = nn.functional.mse_loss(model(x), x[:, :2])
+        meeting.leave.set()
+        if together:
+            meeting.worker.join()
+        loss.backward()
+        opt.step()
+        assert not meeting.problems
+        return oracle.flatten(model.parameters())
+
+    assert torch.equal(step(together=True), step(together=False))
+
+
+def test_two_threads_that_train_one_model_at_once_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    meeting = Meeting(lambda: model(torch.ones(4, 3)))
+    model.insert(1, meeting)
+    opt = ng.KFAC(model, ng.Euclidean())
+    loss = model(torch.ones(5, 3)).square().mean()
+    meeting.worker.join()
+    with pytest.raises(NatgradError, match=r"two threads call the model at once.*under torch\.no_grad\(\)"):
+        raise meeting.problems[0]
+    loss.backward()
+    opt.step()

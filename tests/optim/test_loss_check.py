@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import LossMismatchError
+from tests import oracle
 from tests.optim.tasks import seeded
-from tests.pulled import normal
+from tests.pulled import close, normal
 from tests.zoo import mlp
 
 N, C = 6, 3
@@ -33,6 +34,17 @@ class Pixels(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
         return y.movedim(1, -1) if self.last else y
+
+
+class Named(nn.Module):
+    """A model that returns its outputs in a dict."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.body(x)}
 
 
 Train = Callable[[Any], Tensor]
@@ -563,3 +575,25 @@ def test_a_model_that_returns_a_copy_of_what_its_loss_is_made_of(same: bool, cap
         with caplog.at_level(logging.INFO, "natgrad"):
             step(0.7)
         assert [m for m in messages(caplog, logging.INFO) if "the model makes it from other tensors" in m]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_gradient_by_the_inputs_is_not_taken_for_that_of_the_loss(several: bool) -> None:
+    """A gradient penalty asks for ∂y/∂x before backward(); the labels of two examples are ignored."""
+    body, x = vectors()
+    x = x.requires_grad_()
+    model = Named(body) if several else body
+    labels = LABELS.index_fill(0, torch.tensor([1, 4]), -100)
+    read = (lambda out: out["y"]) if several else None
+    kept = x.detach()[labels >= 0]
+    G = oracle.dense(oracle.module_jacobian(model, kept, read), oracle.categorical(body(kept)))  # a mean over these
+    opt = ng.NaturalGradient(
+        model, {"y": nn.CrossEntropyLoss()} if several else nn.CrossEntropyLoss(), damping=0.1, strict=True
+    )
+    before = oracle.flatten(model.parameters())
+    y = oracle.call(model, x, read)
+    (slope,) = torch.autograd.grad(y[:3].sum(), x, create_graph=True)
+    (F.cross_entropy(y, labels) + slope.square().sum()).backward()
+    v = oracle.damped(G, oracle.flatten(p.grad for p in model.parameters() if p.grad is not None), 0.1)
+    opt.step()
+    close(before - oracle.flatten(model.parameters()), v, 1e-8)

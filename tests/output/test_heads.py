@@ -158,6 +158,38 @@ def test_a_step_is_that_of_the_dense_metric_of_all_heads(name: str) -> None:
     close(step / step.norm(), v / v.norm(), 1e-8)
 
 
+class ActorCritic(nn.Module):
+    """Actions [n 3], and the value of a state as one number an example, [n]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.actions, self.value = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        return self.actions(h), self.value(h).squeeze(-1)
+
+
+@pytest.mark.parametrize("metric", ["heads", "losses"])
+def test_a_head_may_have_one_number_an_example_and_no_axis_for_it(metric: str) -> None:
+    model, x, t, r = seeded(lambda: ActorCritic().double()), normal(6, 3), torch.arange(6) % 3, normal(6)
+    given: Any = (nn.CrossEntropyLoss(), nn.MSELoss())
+    if metric == "heads":
+        given = ng.Heads({0: ng.Fisher(ng.Categorical()), 1: ng.Euclidean()}, {1: 2.0})
+    policy = oracle.dense(oracle.module_jacobian(model, x, lambda out: out[0]), oracle.categorical(model(x)[0]))
+    J = oracle.module_jacobian(model, x, lambda out: out[1].unsqueeze(1))  # [n 1 P]
+    G = policy + 2 * oracle.dense(J, oracle.euclidean(normal(6, 1)))  # the mean of r² has the Hessian 2
+    logits, value = model(x)
+    loss = F.cross_entropy(logits, t) + F.mse_loss(value, r)
+    v = oracle.damped(G, oracle.differential(model, loss), 0.1)
+    before = oracle.flatten(model.parameters())
+    opt = ng.NaturalGradient(model, given, lr=0.5, damping=0.1, strict=True)
+    logits, value = model(x)
+    (F.cross_entropy(logits, t) + F.mse_loss(value, r)).backward()
+    opt.step()
+    close((before - oracle.flatten(model.parameters())) / 0.5, v, 1e-8)
+
+
 @pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC, ng.Natural])
 def test_presets_train_and_resume(preset: Any) -> None:
     x = normal(8, 3)
