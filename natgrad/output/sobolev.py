@@ -17,12 +17,12 @@ from natgrad.kernels.gram import KernelMatrix, relative_rounding, rounding
 from natgrad.kernels.sobolev import Lengthscale, SobolevKernel, is_number
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, Shapes, arguments
-from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMetric
+from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
 
 
 @final
 @dataclass(frozen=True)
-class Sobolev(CouplingMetric):
+class Sobolev(DerivedMetric):
     """The norm of H^(ν + d/2) instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (Bai, Rosenberg and Xu 2022).
 
     K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's inputs, with k(0) = 1. The paper writes the space as
