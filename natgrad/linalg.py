@@ -384,11 +384,6 @@ class TriangularLeastSquares:
         """p = −R⁻¹z, the Gauss–Newton step: not finite where R is singular, and with m < n there is none."""
         return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
 
-    def decrease(self, p: Tensor) -> Tensor:
-        """½‖r‖² − ½‖Jp + r‖² [*], what a step p is predicted to gain."""
-        Jp = (self.R @ p.unsqueeze(-1)).squeeze(-1)
-        return -(Jp * (self.z + 0.5 * Jp)).sum(-1)
-
 
 @final
 @dataclass(frozen=True)
