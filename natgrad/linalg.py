@@ -58,6 +58,11 @@ class Relative:
 Damping: TypeAlias = float | Relative
 
 
+def number_of(damping: Damping) -> float:
+    """λ, or ε where it is relative."""
+    return damping.epsilon if isinstance(damping, Relative) else damping
+
+
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
     """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise."""
     values, vectors = torch.linalg.eigh(0.5 * (h + h.transpose(-1, -2)))
