@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.families.base import over_terms
@@ -178,6 +179,22 @@ class DerivedMetric(OutputMetric):
 
     base: OutputMetric
 
+    def _on(self, base: OutputMetric) -> Self:
+        """The same, made of another metric."""
+        return replace(self, base=base)  # type: ignore[type-var]  # every subclass is a dataclass
+
+    def unsampled(self) -> OutputMetric:
+        return self._on(self.base.unsampled())
+
+    def unflattened(self) -> Self:
+        return self._on(self.base.unflattened())
+
+    def only(self, keys: Sequence[Any]) -> Self:
+        return self._on(self.base.only(keys))
+
+    def shaped(self, shapes: Shapes) -> Self:
+        return self._on(self.base.shaped(shapes)) if shapes else self
+
     @property
     def heads(self) -> tuple[Any, ...] | None:
         return self.base.heads
@@ -274,17 +291,8 @@ class Sampled(DerivedMetric):
     def unsampled(self) -> OutputMetric:
         return self.base.unsampled()
 
-    def unflattened(self) -> Sampled:
-        return replace(self, base=self.base.unflattened())
-
     def of_sum(self) -> Sampled:
-        return replace(self, base=self.base.of_sum())
-
-    def only(self, keys: Sequence[Any]) -> Sampled:
-        return replace(self, base=self.base.only(keys))
-
-    def shaped(self, shapes: Shapes) -> Sampled:
-        return replace(self, base=self.base.shaped(shapes)) if shapes else self
+        return self._on(self.base.of_sum())
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         generator = generator or fresh_generator(y.device)
