@@ -58,6 +58,11 @@ class Relative:
 Damping: TypeAlias = float | Relative
 
 
+def number_of(damping: Damping) -> float:
+    """λ, or ε where it is relative."""
+    return damping.epsilon if isinstance(damping, Relative) else damping
+
+
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
     """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise."""
     values, vectors = torch.linalg.eigh(0.5 * (h + h.transpose(-1, -2)))
@@ -384,11 +389,6 @@ class TriangularLeastSquares:
     def undamped(self) -> Tensor:
         """p = −R⁻¹z, the Gauss–Newton step: not finite where R is singular, and with m < n there is none."""
         return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
-
-    def decrease(self, p: Tensor) -> Tensor:
-        """½‖r‖² − ½‖Jp + r‖² [*], what a step p is predicted to gain."""
-        Jp = (self.R @ p.unsqueeze(-1)).squeeze(-1)
-        return -(Jp * (self.z + 0.5 * Jp)).sum(-1)
 
 
 @final

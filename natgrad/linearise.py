@@ -174,9 +174,9 @@ def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def linearise(model: Model, x: Inputs, params: Mapping[str, Tensor] | None = None) -> Linearisation:
+def linearise(model: Model, x: Inputs) -> Linearisation:
     """Linearise the model at a snapshot of its parameters: later in-place updates do not change it."""
-    leaves = {name: p.detach().clone().requires_grad_() for name, p in (params or model.params).items()}
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
     with torch.enable_grad():
         with linear_convolutions():
             y = model(leaves, x)

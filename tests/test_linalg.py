@@ -186,16 +186,13 @@ def test_newton_stops_where_there_is_no_direction_and_goes_on_elsewhere() -> Non
 def test_a_damped_least_squares_step_solves_the_stacked_system(shape: tuple[int, ...], damping: float) -> None:
     J, r = normal(*shape), normal(*shape[:-1])
     d = damping * normal(*shape[:-2], shape[-1]).abs() + damping
-    problem = TriangularLeastSquares.of(J, r)
-    found = problem.damped(d)
+    found = TriangularLeastSquares.of(J, r).damped(d)
     damped = J.mT @ J + torch.diag_embed(d.square())
     gradient = J.mT @ r.unsqueeze(-1)
     below = torch.cat([J, torch.diag_embed(d)], -2), torch.cat([r, torch.zeros_like(d)], -1).unsqueeze(-1)
     close(found.step.unsqueeze(-1), -torch.linalg.lstsq(*below, driver="gelsd").solution, 1e-9)
     close(found.triangle.mT @ found.triangle, damped, 1e-9)
     close(found.triangle.mT @ found.y.unsqueeze(-1), gradient, 1e-9)
-    moved = (J @ found.step.unsqueeze(-1)).squeeze(-1) + r
-    close(problem.decrease(found.step), 0.5 * (r.square() - moved.square()).sum(-1))
 
 
 def test_a_least_squares_step_loses_the_condition_number_once_and_not_twice() -> None:

@@ -37,10 +37,17 @@ _TOLERANCE = 1e-4  # for ‖XᵀX − 1‖_F/√d, as it is measured
 def followed_all(
     factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation = "auto"
 ) -> tuple[list[Tensor], Tensor | None]:
-    """``followed`` of factors and bases [c d d] of many sizes, and how many failed [], None where none can.
+    """The Q of FQ for factors F and orthogonal Q [c d d] of many sizes, its columns sorted by qᵀFq, the largest first.
 
-    All sizes are factored side by side: the blocks of a Cholesky factor come one after the other, and a GPU that
-    factors one alone is idle.
+    On a GPU, in single precision, the second is the number [] of matrices whose columns were not orthogonal, and which
+    are what they were before; nothing waits for the device. None, where Householder's method leaves no doubt. All sizes
+    are factored side by side: the blocks of a Cholesky factor come one after the other, and a GPU that factors one
+    alone is idle.
+
+    >>> F = torch.diag_embed(torch.tensor([[1.0, 4.0]]))
+    >>> followed_all([F], [torch.eye(2)[None]], "cholesky")
+    ([tensor([[[0., 1.],
+             [1., 0.]]])], tensor(0.))
     """
     out, failures = list(bases), list[Tensor]()
     by_size = batch_by_size(factors, lambda d: _STACKS, roots=True)
@@ -70,21 +77,6 @@ def _filled(batches: Sequence[list[int]], sizes: Sequence[int]) -> list[list[lis
     return chunks
 
 
-def followed(F: Tensor, Q: Tensor, method: Factorisation = "auto") -> tuple[Tensor, Tensor | None]:
-    """The Q of FQ [b d d], for symmetric F and orthogonal Q, its columns sorted by qᵀFq, the largest first.
-
-    On a GPU, in single precision, the second is the number [] of matrices whose columns were not orthogonal, and which
-    are what they were before; nothing waits for the device. None, where Householder's method leaves no doubt.
-
-    >>> F = torch.diag_embed(torch.tensor([[1.0, 4.0]]))
-    >>> followed(F, torch.eye(2)[None], "cholesky")
-    (tensor([[[0., 1.],
-             [1., 0.]]]), tensor(0.))
-    """
-    (new,), failures = _followed_together([F], [Q], method)
-    return new, failures
-
-
 def _by_cholesky(like: Tensor, method: Factorisation) -> bool:
     return method == "cholesky" or (method == "auto" and like.device.type == "cuda" and like.dtype == torch.float32)
 
@@ -93,7 +85,7 @@ def _by_cholesky(like: Tensor, method: Factorisation) -> bool:
 def _followed_together(
     factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation
 ) -> tuple[list[Tensor], Tensor | None]:
-    """``followed`` of stacks F and Q of several sizes."""
+    """``followed_all`` of stacks F and Q of several sizes."""
     out: list[Tensor] = []
     failures: list[Tensor] = []
     with products_in("single", bases[0].device) as product:

@@ -60,11 +60,6 @@ def is_dense(factor: SymFactor) -> bool:
     return factor.ndim == 3
 
 
-def matrix(factor: SymFactor) -> Tensor:
-    """[c d d]."""
-    return factor if is_dense(factor) else torch.diag_embed(factor)
-
-
 def diagonal(factor: SymFactor) -> Tensor:
     """[c d]."""
     return factor.diagonal(dim1=-2, dim2=-1) if is_dense(factor) else factor

@@ -115,7 +115,7 @@ class ReplayStats:
     last: Hashable = None  # addresses of the last run, once they are unsettled
     repeats: int = 0  # runs in a row that had them
 
-    def worthwhile(self, free: int = 0) -> bool:
+    def worthwhile(self, free: int) -> bool:
         """Whether its captures, all but the first ``free``, have saved as much time as they took."""
         return self.replays >= _CAPTURE_COST * (self.captures - free)
 

@@ -479,15 +479,6 @@ def check_vector(m: Tensor, what: str) -> None:
         )
 
 
-def check_terms(family: Family, y: Tensor, smallest: int, meaning: str) -> None:
-    """Refuse outputs whose last axis cannot hold the parameters of one term."""
-    if y.ndim < 2 or y.shape[-1] < smallest:
-        raise ValueError(
-            f"{type(family).__name__} needs {meaning} on the last axis, outputs [n … {smallest} or more], "
-            f"got outputs of shape {tuple(y.shape)}"
-        )
-
-
 def broadcast(name: str, vector: Tensor, other: Tensor, axes: int) -> tuple[Tensor, Tensor]:
     """A vector [*batch d] and another one (axes = 1) or a matrix [*batch d d] (axes = 2), with one batch shape.
 

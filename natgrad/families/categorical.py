@@ -12,7 +12,7 @@ from torch.distributions import constraints as C
 from torch.nn import functional as F
 
 from natgrad.accelerate.devices import can_read, is_asynchronous
-from natgrad.families.base import ExponentialFamily, Family, by_terms, check_terms, expect, over_terms, shared_normals
+from natgrad.families.base import ExponentialFamily, Family, by_terms, expect, over_terms, shared_normals
 from natgrad.families.domains import Corner, Domain, Simplex, Space, entry, first
 from natgrad.families.information import Information
 
@@ -68,10 +68,13 @@ class Categorical(ExponentialFamily):
         if self.axis is not None and not -y.ndim < self.axis < y.ndim:
             raise ValueError(f"{self!r}: outputs of shape {tuple(y.shape)} have no such axis beside the examples")
         last = self.last(y)
-        if self.minimal:
-            check_terms(self, last, 1, "the log-odds of the classes against the last")
-        else:
-            check_terms(self, last, 2, "the logits of the classes")
+        what = "log-odds of the classes against the last" if self.minimal else "logits of the classes"
+        fewest = 1 if self.minimal else 2
+        if last.ndim < 2 or last.shape[-1] < fewest:
+            raise ValueError(
+                f"Categorical needs the {what} on the last axis, outputs [n … {fewest} or more], got outputs of shape "
+                f"{tuple(last.shape)}"
+            )
 
     def terms(self, y: Tensor) -> int:
         return self.last(y).shape[1:-1].numel()

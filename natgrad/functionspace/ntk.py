@@ -179,7 +179,7 @@ def layers_of(rows: KernelOperator) -> dict[str, Layer]:
     return layers
 
 
-def layer_gram(left: Layer, right: Layer | None = None) -> Tensor:
+def layer_gram(left: Layer, right: Layer | None) -> Tensor:
     """R R'ᵀ [(k n) (l m)] of one layer at two sets of examples (None: the same); J is not formed."""
     if right is None:
         return reduce(torch.add, (f.gram() for _, f in left))

@@ -14,7 +14,7 @@ from torch import distributions as D
 from natgrad.errors import MemoryBoundError
 from natgrad.linalg import check_finite, check_positive, gauss_rule
 from natgrad.model import Inputs
-from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMetric
+from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
 from natgrad.pullback.pullback import Pullback, pullback
 from natgrad.structures.implicit import Implicit
 
@@ -131,7 +131,7 @@ class Quadrature:
 
 @final
 @dataclass(frozen=True)
-class Weighted(CouplingMetric):
+class Weighted(DerivedMetric):
     """Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
 
     The weights are a coupling C = N diag(w) with N² entries, which every structure understands. The factors of K-FAC

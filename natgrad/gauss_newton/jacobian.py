@@ -85,9 +85,9 @@ class ResidualJacobian(ABC):
     def operator(self) -> Operator:
         """G = JᵀJ, exact."""
 
-    @abstractmethod
     def solve(self, t: Tensor, damping: float) -> Tensor:
         """(JᵀJ + λ)⁻¹Jᵀt [p]; for λ = 0 the solution of least norm."""
+        return self.sharp(self.pull(t), damping)
 
     @abstractmethod
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
@@ -271,9 +271,6 @@ class NormalJacobian(ResidualJacobian):
     def operator(self) -> ImplicitOperator:
         return self.exact
 
-    def solve(self, t: Tensor, damping: float) -> Tensor:
-        return self.sharp(self.pull(t), damping)
-
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         return self.normal.solve(ω, damping)
 
@@ -330,9 +327,6 @@ class StructuredJacobian(ResidualJacobian):
     @property
     def operator(self) -> ImplicitOperator:
         return self.exact
-
-    def solve(self, t: Tensor, damping: float) -> Tensor:
-        return self.sharp(self.pull(t), damping)
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         if damping not in self._inverses:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import NonFiniteError
-from natgrad.linalg import Relative
+from natgrad.linalg import Relative, number_of
 from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
-from natgrad.optim.update import check_numbers, common_damping, like, number_of
+from natgrad.optim.update import check_numbers, common_damping, like
 from natgrad.output.losses import TermLoss, described
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import loaded, with_layers

@@ -14,7 +14,7 @@ from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.flags import Readback
 from natgrad.accelerate.sketch import Sketch, signs
 from natgrad.accelerate.stopwatch import Mark, Stopwatch
-from natgrad.linalg import Damping, Relative
+from natgrad.linalg import Damping, Relative, number_of
 from natgrad.optim.distributed import World
 from natgrad.structures.base import Operator
 from natgrad.structures.refresh import Refresh
@@ -148,5 +148,5 @@ def _moved(new: Damping, old: Damping) -> float:
         return 0.0
     if isinstance(new, Relative) != isinstance(old, Relative):
         return math.inf
-    λ, last = (float(d.epsilon if isinstance(d, Relative) else d) for d in (new, old))
+    λ, last = float(number_of(new)), float(number_of(old))
     return abs(λ - last) / last if last else math.inf

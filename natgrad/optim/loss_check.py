@@ -20,7 +20,7 @@ from natgrad.errors import LossMismatchError
 from natgrad.model import returned_tensors
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
-from natgrad.output.metric import CouplingMetric, OutputMetric, Sampled
+from natgrad.output.metric import DerivedMetric, OutputMetric
 from natgrad.pullback.graph import nodes
 
 _log = logging.getLogger("natgrad")
@@ -295,7 +295,7 @@ class LossCheck:
 
 def _base(metric: OutputMetric) -> OutputMetric:
     """The metric that others are made of."""
-    while isinstance(metric, CouplingMetric | Sampled):
+    while isinstance(metric, DerivedMetric):
         metric = metric.base
     return metric
 

@@ -18,7 +18,7 @@ from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError
 from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
-from natgrad.linalg import Damping, Relative
+from natgrad.linalg import Damping, Relative, number_of
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, check_fallback, without_metric
 from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
@@ -38,7 +38,6 @@ from natgrad.optim.update import (
     complete,
     displacement,
     like,
-    number_of,
     plain_step,
     refuse_two_momenta,
 )

@@ -82,13 +82,8 @@ def check_numbers(group: Mapping[str, Any]) -> None:
             )
 
 
-def number_of(damping: Damping) -> float:
-    """λ, or ε where it is relative: what a parameter group holds, and a scheduler may change."""
-    return damping.epsilon if isinstance(damping, Relative) else damping
-
-
 def like(damping: Damping, number: float) -> Damping:
-    """The number of a group as damping of the same kind."""
+    """The number that a group holds, and a scheduler may change, as damping of the same kind."""
     return Relative(number) if isinstance(damping, Relative) else number
 
 

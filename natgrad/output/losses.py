@@ -164,13 +164,6 @@ class TermLoss(OutputMetric):
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         return self._fisher(y0, target).divergence(y, y0)
 
-    def cotangent(self, y: Tensor, target: Any) -> Tensor:
-        """∂L/∂y [n *out], of the loss itself."""
-        with torch.enable_grad():
-            leaf = y.detach().requires_grad_()
-            (g,) = torch.autograd.grad(self.value(leaf, target), leaf)
-        return g
-
     def value(self, y: Tensor, target: Any) -> Tensor:
         """L(y, t), by the loss itself."""
         value: Tensor = self.loss.forward(y, target)
@@ -518,11 +511,6 @@ class HessianLoss(OutputMetric):
                 'loss that you train, with reduction="mean" or "sum"'
             )
         return value
-
-    def cotangent(self, y: Tensor, target: Any) -> Tensor:
-        """∂L/∂y [n *out], of the loss itself."""
-        slope: Tensor = torch.func.grad(lambda a: self.value(a, target))(y.detach())
-        return slope
 
     def __repr__(self) -> str:
         return f"metric_of({self._name}): its Hessian at the outputs, negative eigenvalues set to 0"

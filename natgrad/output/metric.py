@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.families.base import over_terms
@@ -173,10 +174,26 @@ class OutputMetric(ABC):
             )
 
 
-class CouplingMetric(OutputMetric):
-    """A metric that couples the examples of another one, ``base``; a single example has the base metric."""
+class DerivedMetric(OutputMetric):
+    """A metric that is made of another one, ``base``, by sampling its roots or coupling its examples."""
 
     base: OutputMetric
+
+    def _on(self, base: OutputMetric) -> Self:
+        """The same, made of another metric."""
+        return replace(self, base=base)  # type: ignore[type-var]  # every subclass is a dataclass
+
+    def unsampled(self) -> OutputMetric:
+        return self._on(self.base.unsampled())
+
+    def unflattened(self) -> Self:
+        return self._on(self.base.unflattened())
+
+    def only(self, keys: Sequence[Any]) -> Self:
+        return self._on(self.base.only(keys))
+
+    def shaped(self, shapes: Shapes) -> Self:
+        return self._on(self.base.shaped(shapes)) if shapes else self
 
     @property
     def heads(self) -> tuple[Any, ...] | None:
@@ -247,7 +264,7 @@ class Euclidean(OutputMetric):
 
 @final
 @dataclass(frozen=True)
-class Sampled(OutputMetric):
+class Sampled(DerivedMetric):
     """Zero-mean random roots of any metric: s = Σ_k ε_k s_k with ε ~ N(0, 1) (Grosse 2021, section 5.2).
 
     E[s sᵀ] = h. One backward pass for each sample replaces one for each output. ``Fisher(family, samples=1)`` samples
@@ -274,49 +291,8 @@ class Sampled(OutputMetric):
     def unsampled(self) -> OutputMetric:
         return self.base.unsampled()
 
-    def unflattened(self) -> Sampled:
-        return replace(self, base=self.base.unflattened())
-
     def of_sum(self) -> Sampled:
-        return replace(self, base=self.base.of_sum())
-
-    @property
-    def awaits(self) -> nn.Module | bool:
-        return self.base.awaits
-
-    @property
-    def awaited(self) -> tuple[nn.Module, ...]:
-        return self.base.awaited
-
-    def lacks(self, target: Any) -> bool:
-        return self.base.lacks(target)
-
-    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
-        return self.base.prepared(y, target, cotangent)
-
-    def check_everywhere(self, what: str) -> None:
-        self.base.check_everywhere(what)
-
-    @property
-    def heads(self) -> tuple[Any, ...] | None:
-        return self.base.heads
-
-    def only(self, keys: Sequence[Any]) -> Sampled:
-        return replace(self, base=self.base.only(keys))
-
-    def shaped(self, shapes: Shapes) -> Sampled:
-        return replace(self, base=self.base.shaped(shapes)) if shapes else self
-
-    @property
-    def needs_target(self) -> bool:
-        return self.base.needs_target
-
-    @property
-    def leaves_out(self) -> bool:
-        return self.base.leaves_out
-
-    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        return self.base.flat(y, u, target)
+        return self._on(self.base.of_sum())
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         generator = generator or fresh_generator(y.device)
@@ -343,9 +319,6 @@ class Sampled(OutputMetric):
         for start in range(0, y.shape[0], step):
             chunk = slice(start, start + step)
             yield self.base.root(y[chunk], map_tensors(target, operator.itemgetter(chunk)))
-
-    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        return self.base.divergence(y, y0, target)
 
     def coupling(self, x: Inputs, n: int) -> Tensor | None:
         if self.base.coupling(x, n) is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
 
@@ -16,13 +16,13 @@ from natgrad.kernels.distances import check_features, points
 from natgrad.kernels.gram import KernelMatrix, relative_rounding, rounding
 from natgrad.kernels.sobolev import Lengthscale, SobolevKernel, is_number
 from natgrad.linalg import check_finite
-from natgrad.model import Inputs, Shapes, arguments
-from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMetric
+from natgrad.model import Inputs, arguments
+from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
 
 
 @final
 @dataclass(frozen=True)
-class Sobolev(CouplingMetric):
+class Sobolev(DerivedMetric):
     """The norm of H^(ν + d/2) instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (Bai, Rosenberg and Xu 2022).
 
     K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's inputs, with k(0) = 1. The paper writes the space as
@@ -75,18 +75,6 @@ class Sobolev(CouplingMetric):
             raise ValueError(
                 f"jitter={self.jitter!r} must be finite and not negative: it is added to the diagonal of K"
             )
-
-    def unsampled(self) -> Sobolev:
-        return replace(self, base=self.base.unsampled())
-
-    def only(self, keys: Sequence[Any]) -> Sobolev:
-        return replace(self, base=self.base.only(keys))
-
-    def shaped(self, shapes: Shapes) -> Sobolev:
-        return replace(self, base=self.base.shaped(shapes)) if shapes else self
-
-    def unflattened(self) -> Sobolev:
-        return replace(self, base=self.base.unflattened())
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return self.base.shared_root(y, target, generator)

@@ -112,7 +112,7 @@ class BackwardHooks:
     several times, and those that hide layers, wait for ``finish``, which consumes what is left.
     """
 
-    def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume, room: int | None = None) -> None:
+    def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume) -> None:
         self._blocks = blocks
         self._consume: Consume | None = consume
         self._uses_of = [tape.use_ids(block) for block in blocks]
@@ -123,8 +123,7 @@ class BackwardHooks:
         self._through_graph = {at: block for at, block in pairs if tape.uses[at].rule.needs_graph}
         self._features: dict[int, Features] = {}  # of those
         self._waiting = 0  # bytes
-        total = tape.output_bytes
-        self._room = waiting_bytes(tape.y.device, total) if room is None else room
+        self._room = waiting_bytes(tape.y.device, tape.output_bytes)
         outputs: dict[Any, list[tuple[int, int, int]]] = {}
         for at in sorted({at for of_block in self._uses_of for at in of_block}):
             for j, edge in enumerate(tape.uses[at].edges):

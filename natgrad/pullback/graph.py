@@ -146,7 +146,7 @@ def size_pattern(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
     return tuple(out)
 
 
-def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:
+def leaf_uses(roots: Iterable[Any], stop: Collection[Any]) -> Counter[int]:
     """How often each leaf, by id, enters the graph below the roots.
 
     Transposes and casts of a leaf are looked through: autocast caches its copy of a weight, so that several uses

@@ -783,13 +783,11 @@ class Probed:
     """What two backward passes have shown of operations, in their order.
 
     ``owners``: the examples of their rows. ``biases``: by the number of a product, that of the operation that adds
-    its bias: their cotangents agree. ``certain``: every operation had cotangents, and no order of rows depends on the
-    data.
+    its bias: their cotangents agree.
     """
 
     owners: tuple[Owners | None, ...]
     biases: Mapping[int, int]
-    certain: bool
 
 
 def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
@@ -797,7 +795,7 @@ def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
     key = ("operations", tuple((operation.name, tuple(operation.shape)) for operation in operations))
     result: Probed | None = tape.memo.get(key)
     if result is not None or not operations:
-        return result or Probed((), {}, True)
+        return result or Probed((), {})
     s, n = probes(tape.y.detach()), tape.y.shape[0]
     with tape.statistics.constant(affine=True):
         grads = pulled(tape.y, [operation.edge for operation in operations], s, tape.half)
@@ -813,9 +811,9 @@ def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
         g, h = outer[product], outer[at]
         if _is_bias(operation, operations[product], g.device) and torch.equal(g.flatten(), h.flatten()):
             biases[product] = at
-    certain = all(bool(g[0].any()) for g in outer) and all(o is not None and o.index is None for o in owners)
-    result = Probed(tuple(owners), biases, certain)
-    if certain:
+    result = Probed(tuple(owners), biases)
+    # Certain: every operation had cotangents, and no order of rows depends on the data.
+    if all(bool(g[0].any()) for g in outer) and all(o is not None and o.index is None for o in owners):
         tape.memo[key] = result
     return result
 

@@ -18,7 +18,7 @@ Every use is z = W a + b with rows r of a [r c i] and groups c with weights of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -31,8 +31,9 @@ from torch.nn import functional as F
 
 from natgrad.accelerate.autograd_nodes import VIEWS
 from natgrad.accelerate.dispatch import OperationMode, base, storage, version
+from natgrad.accelerate.patches import Axis, patches
 from natgrad.errors import NatgradError
-from natgrad.pullback.graph import leaf_below
+from natgrad.pullback.graph import leaf_below, nodes
 
 Roles: TypeAlias = tuple[str, ...]  # what every axis of an operand is: "c", "o", "i", two of them, or "" if expanded
 Map: TypeAlias = Callable[[Tensor], Tensor]
@@ -137,7 +138,7 @@ class Operand:
         """How often the stack along the first axis comes, in a copy of a parameter that was expanded: 1, where once."""
         if not self._copies or isinstance(self.at, Tensor):
             return 1
-        if all(storage(node.variable) != self.storage for node in _below(self.at.node) if hasattr(node, "variable")):
+        if all(storage(node.variable) != self.storage for node in nodes([self.at.node]) if hasattr(node, "variable")):
             return 1  # a copy of a function of parameters
         at = self._start + self._stride[0] * torch.arange(self.shape[0])
         for copied in self._copies:
@@ -156,17 +157,7 @@ class Operand:
         """The ids of the parameters that it depends on."""
         if isinstance(self.at, Tensor):
             return {id(self.at)}
-        return {id(node.variable) for node in _below(self.at.node) if hasattr(node, "variable")}
-
-
-def _below(root: Any) -> Iterator[Any]:
-    visited, stack = {root}, [root]
-    while stack:
-        node = stack.pop()
-        yield node
-        new = [child for child, _ in node.next_functions if child is not None and child not in visited]
-        visited.update(new)
-        stack += new
+        return {id(node.variable) for node in nodes([self.at.node]) if hasattr(node, "variable")}
 
 
 # Uses.
@@ -427,27 +418,20 @@ def _joined(p: Find, tensors: Sequence[Tensor], dim: int = 0) -> list[Operation]
     return result
 
 
-def _patches(x: Tensor, kernel: Any, stride: Any, pad: Any, dilation: Any, groups: int) -> Tensor:
-    """[n C *space] → [(n *out) c (C/c *kernel)]."""
-    x = F.pad(x, [side for size in reversed(pad) for side in (size, size)])
-    for i, (k, s, h) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        x = x.unfold(2 + i, h * (k - 1) + 1, s)[..., ::h]
-    return x.movedim(1, 1 + len(kernel)).flatten(0, len(kernel)).unflatten(1, (groups, -1)).flatten(2)
-
-
 def _convolution(
     p: Find, x: Any, w: Any, b: Any, stride: Any, pad: Any, dilation: Any, mirrored: bool, _: Any, c: int
 ) -> Any:
     if p(x):
         return None
     k = w.ndim - 2
-    sizes = [list(v) * (k // len(v)) for v in (stride, pad, dilation)]
+    sizes = zip(w.shape[2:], *(list(v) * (k // len(v)) for v in (stride, dilation, pad)), strict=True)
+    axes = [Axis(kernel, step, apart, before=side, after=side) for kernel, step, apart, side in sizes]
 
     def cut(t: Tensor) -> Tensor:
-        return _patches(t, w.shape[2:], sizes[0], sizes[1], sizes[2], c)
+        return patches(t, axes, c).flatten(0, 1)
 
     def whole(t: Tensor) -> Tensor:
-        return _patches(t, [1] * k, [1] * k, [0] * k, [1] * k, c)
+        return patches(t, [Axis(1)] * k, c).flatten(0, 1)
 
     if not mirrored:
         roles = ("co", *["i"] * (w.ndim - 1))

@@ -404,7 +404,7 @@ class Rows(Features):
         return (*self.x.shape[:-1], 1, self.x.shape[-1] + (self.ones is not False))
 
     def dense(self) -> Tensor:
-        return _with_ones(self.x.unsqueeze(-2), self.ones, -4)
+        return _with_ones(self.x.unsqueeze(-2), self.ones)
 
     @property
     def homogeneous(self) -> bool:
@@ -479,7 +479,7 @@ class Patches(Features):
 
     def dense(self) -> Tensor:
         a = patches(self._images, self.axes, self.groups)
-        return _with_ones(a.unflatten(0, self.x.shape[: self._examples + 1]), self.ones, -4)
+        return _with_ones(a.unflatten(0, self.x.shape[: self._examples + 1]), self.ones)
 
     @property
     def homogeneous(self) -> bool:
@@ -501,7 +501,7 @@ class Patches(Features):
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         mean = patch_mean(self._images, self.axes, self.groups).unflatten(0, self.x.shape[: self._examples + 1])
-        mean = _with_ones(mean.unsqueeze(-3), self.ones, -4)
+        mean = _with_ones(mean.unsqueeze(-3), self.ones)
         return DenseFeatures(mean if how == "mean" else mean * self.shape[-3])
 
     def project(self, w: Tensor) -> Tensor:
@@ -538,7 +538,7 @@ class Entries(Features):
         return (*self.x.shape, 1 + (self.ones is not False))
 
     def dense(self) -> Tensor:
-        return _with_ones(self.x.unsqueeze(-1), self.ones, -4)
+        return _with_ones(self.x.unsqueeze(-1), self.ones)
 
     @property
     def homogeneous(self) -> bool:
@@ -763,11 +763,11 @@ def _product(x: Tensor) -> Tensor:
     return torch.einsum("nci,ncj->cij", flat, flat)
 
 
-def _with_ones(x: Tensor, ones: Ones, axis: int) -> Tensor:
-    """(x, 1) along the last axis, or (x, u_n) with the examples on an axis."""
+def _with_ones(x: Tensor, ones: Ones) -> Tensor:
+    """(x, 1) of x [*k n r c d] along the last axis, or (x, u_n)."""
     if ones is False:
         return x
-    column = x.new_ones(()) if ones is True else _column(ones, x, axis).to(x.dtype)
+    column = x.new_ones(()) if ones is True else _column(ones, x, -4).to(x.dtype)
     return torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1)
 
 

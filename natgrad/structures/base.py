@@ -306,7 +306,6 @@ class Operator(ABC):
     power: float = 1.0
     damped_by_parts: ClassVar[bool] = False  # relative damping has a number for every part of it, not one for all
     products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
-    has_basis: ClassVar[bool] = False  # estimates are made in a basis, which ``renewed`` computes again
     factored: ClassVar[bool] = False  # it is kept in factors of layers, which cost little more than a backward pass
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far

@@ -225,7 +225,6 @@ class EigenKroneckerOperator(LayerOperator):
     parameters that no layer rule covers.
     """
 
-    has_basis: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis

@@ -41,7 +41,7 @@ from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import IncompatibleError
-from natgrad.linalg import Damping, Relative, refuse_singular
+from natgrad.linalg import Damping, Relative, number_of, refuse_singular
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
 from natgrad.pullback.backward import BackwardHooks
@@ -699,15 +699,13 @@ class ProductInverse(LayerInverse):
 
         ``warm``: there is an inverse, which stays where it raises.
         """
-        relative = isinstance(damping, Relative)
-        number = damping.epsilon if isinstance(damping, Relative) else damping
+        relative, number = isinstance(damping, Relative), number_of(damping)
         jobs = self._jobs((*G.left, *G.right), number, relative=relative)
         self.batch.compute_(jobs, power=self.power, epsilon=number if relative else None, warm=warm)
 
     def refresh_(self, G: KroneckerOperator, damping: Damping, newton: Newton | None) -> None:
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
-        relative = isinstance(damping, Relative)
-        number = damping.epsilon if isinstance(damping, Relative) else damping
+        relative, number = isinstance(damping, Relative), number_of(damping)
         factors = (*G.left, *G.right)
         stacks = (stack.memory for pair in (*self.stacks, *self.half_stacks) for stack in pair)
         addresses = *map(Tensor.data_ptr, factors), *map(Tensor.data_ptr, stacks)

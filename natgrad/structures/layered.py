@@ -47,6 +47,7 @@ from natgrad.linalg import (
     Relative,
     check_power,
     inverse_powered,
+    number_of,
     powered,
     refuse_indefinite,
     refuse_singular,
@@ -881,8 +882,7 @@ class SpectralInverse(LayerInverse):
 
         With relative damping a layer of zeros has d = 0.
         """
-        relative = isinstance(damping, Relative)
-        number = damping.epsilon if isinstance(damping, Relative) else damping
+        relative, number = isinstance(damping, Relative), number_of(damping)
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             stacks = [stacked([tensors[b] for b in batch]).view(len(batch), -1) for batch in self.batches]

@@ -247,7 +247,7 @@ def ascend(
 
 @torch.no_grad()
 def ascend_at(
-    model: LatentGaussian, at: Projection, y: Tensor, *, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
+    model: LatentGaussian, at: Projection, y: Tensor, *, rate: float, tolerance: float, steps: int = 100
 ) -> Ascent:
     """``ascend`` at a given projection."""
     check_rate(rate)

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import bases
-from natgrad.accelerate.bases import followed, followed_all, lower_inverses
+from natgrad.accelerate.bases import Factorisation, followed_all, lower_inverses
 from tests.accelerate.test_roots import spread, symmetric
 
 EPS = torch.finfo(torch.float32).eps
+
+
+def followed(F: Tensor, Q: Tensor, method: Factorisation = "auto") -> tuple[Tensor, Tensor | None]:
+    (X,), failed = followed_all([F], [Q], method)
+    return X, failed
 
 
 def rotation(d: int, seed: int, near: Tensor | None = None) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from natgrad.accelerate.bases import followed
-from tests.accelerate.test_bases import EPS, below_diagonal, problem
+from tests.accelerate.test_bases import EPS, below_diagonal, followed, problem
 from tests.cuda.waiting import no_waiting
 
 

@@ -81,6 +81,12 @@ def test_the_metric_is_the_weighted_sum_of_those_of_the_heads(kind: str) -> None
     close(ng.Kernel().estimate(pb).dense(), G)
 
 
+def test_examples_have_weights_as_with_one_output() -> None:
+    model, x = detector(), normal(2, 3)
+    weighted = ng.pullback(model, x, ng.functionspace.Weighted(torch.tensor([0.25, 0.75]), heads()))
+    close(ng.Dense().estimate(weighted).dense(), expected(model, x[[0, 1, 1, 1]]))
+
+
 def test_in_pieces_that_fit_into_memory_it_is_the_same() -> None:
     model, x = detector(), normal(40, 3)
     close(

@@ -15,7 +15,7 @@ import natgrad as ng
 from natgrad.errors import NonFiniteError
 from natgrad.functionspace import FunctionalGradientDescent, Median, SobolevKernel, TangentSpace
 from natgrad.model import Arguments
-from natgrad.output.metric import CouplingMetric
+from natgrad.output.metric import DerivedMetric
 from natgrad.structures import Structure
 from tests import oracle, zoo
 from tests.golden import agrees, golden, golden_mlp, names, tensor
@@ -369,7 +369,7 @@ def test_a_step_on_copies_is_that_on_one_point(dtype: torch.dtype) -> None:
 
 @final
 @dataclass(frozen=True)
-class Scaled(CouplingMetric):
+class Scaled(DerivedMetric):
     """The Sobolev metric of the kernel c·k."""
 
     c: float

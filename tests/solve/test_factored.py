@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.inverses import matrix
 from natgrad.errors import FactorisationError, IncompatibleError, SingularMetricError
 from natgrad.operators import KroneckerOperator
 from natgrad.structures import Structure
@@ -121,7 +120,8 @@ def test_large_factors_are_damped_along_their_diagonal(damping: float) -> None:
     close(
         ng.sharp(operator, w, ng.Cholesky(), damping).flatten(), oracle.damped(operator.dense(), w.flatten(), damping)
     )
-    left, right = (tuple(map(matrix, side)) for side in (operator.left, operator.right))
+    sides = ([f if f.ndim == 3 else torch.diag_embed(f) for f in side] for side in (operator.left, operator.right))
+    left, right = map(tuple, sides)
     whole = KroneckerOperator(operator.layout, operator.blocks, left, right)
     expected = ng.sharp(whole, w, ng.Factored(), damping).flatten()
     close(ng.sharp(operator, w, ng.Factored(), damping).flatten(), expected)
