@@ -327,9 +327,11 @@ class SobolevKernel(ReproducingKernel):
     def _extreme(self) -> bool:
         """Whether r² or ℓ² may overflow or underflow in single precision although r/ℓ does not."""
         ℓ = self.lengthscale
-        if isinstance(ℓ, Lengthscale) or (isinstance(ℓ, Tensor) and not can_read(ℓ)):
+        if isinstance(ℓ, Lengthscale):
             return True  # it may be anything
-        return not _SMALL < float(ℓ.detach() if isinstance(ℓ, Tensor) else ℓ) < 1 / _SMALL
+        if isinstance(ℓ, Tensor):  # one that the host cannot read without waiting is taken for an ordinary one
+            return can_read(ℓ) and not _SMALL < float(ℓ.detach()) < 1 / _SMALL
+        return not _SMALL < float(ℓ) < 1 / _SMALL
 
     def _lengthscale(self, x: Tensor, other: bool) -> float | Tensor:
         if isinstance(self.lengthscale, Tensor):

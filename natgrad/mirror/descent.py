@@ -61,6 +61,10 @@ class Proximity(ABC):
         ``gap``: f(x_0) − f(x*). ``α``: the last of the constants.
         """
 
+    def surrogate(self, y: Tensor, x: Tensor, ω: Tensor, α: float) -> Tensor:
+        """m(y) [], the proximal form of the step."""
+        return (ω * (y - x)).sum() + α * self.divergence(y, x)
+
 
 @final
 @dataclass(frozen=True)

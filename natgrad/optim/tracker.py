@@ -70,8 +70,8 @@ NEEDS_CALL = (
 )
 NO_COTANGENT = (
     "the metric is due, and no backward pass came through the outputs of a forward pass of the model since the last "
-    "step: the loss must be computed from what model(x) returns, called outside torch.no_grad(). Where the forward "
-    "pass is opaque call opt.refresh(x, target)"
+    "step: the loss must be computed from what model(x) returns, called outside torch.no_grad(), and a whole model in "
+    "torch.utils.checkpoint needs use_reentrant=False. Where the forward pass is opaque call opt.refresh(x, target)"
 )
 _IN_PLACE = (
     "the outputs of the model were changed in place before backward() (y /= 2, y[mask] = 0), and the metric, which "

@@ -169,9 +169,9 @@ def check_packing(rule: Rule, names: Sequence[str], shape: tuple[int, int, int],
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters that the module itself owns, by local name."""
+    """The trainable parameters with entries that the module itself owns, by local name."""
     # named_parameters(recurse=False) is slow, and this is asked for every layer of every estimate.
-    return {name: p for name, p in parameters_in(module).items() if p is not None and p.requires_grad}
+    return {name: p for name, p in parameters_in(module).items() if p is not None and p.requires_grad and p.numel()}
 
 
 def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:

@@ -183,3 +183,26 @@ def test_a_reentrant_checkpoint_hides_its_layers_and_is_refused() -> None:
     match = r"checkpoint hides a.weight, a.bias, b.weight, b.bias from the graph .*: call it with use_reentrant=False"
     with pytest.raises(UncoveredError, match=match):
         _trained(ng.KFAC, model, lambda x: model(x.requires_grad_()))
+
+
+class _Reentrant(nn.Module):
+    """All layers are computed again, in the mode that hides them from the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 2]."""
+        y: Tensor = checkpoint(self.body, x, use_reentrant=True)
+        return y
+
+
+def test_a_whole_model_that_recomputes_reentrantly_is_told_the_other_mode() -> None:
+    """The graph of such a pass ends at the inputs, and no backward pass is seen that trains."""
+    model = _Reentrant()
+    opt = ng.KFAC(model, nn.CrossEntropyLoss())
+    x, _ = data()
+    F.cross_entropy(model(x.requires_grad_()), torch.zeros(len(x), dtype=torch.long)).backward()
+    with pytest.raises(ng.errors.NatgradError, match="use_reentrant=False"):
+        opt.step()

@@ -247,3 +247,40 @@ def test_two_threads_that_train_one_model_at_once_are_refused() -> None:
         raise meeting.problems[0]
     loss.backward()
     opt.step()
+
+
+class _Empty(nn.Module):
+    """A linear layer, beside one without outputs, one without inputs, and a parameter without entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.rows = nn.Linear(3, 2, bias=False), nn.Parameter(torch.zeros(0, 3))
+        self.outputs, self.inputs = nn.Linear(3, 0), nn.Linear(0, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.whole(x) + self.inputs(x[:, :0]) + self.rows.sum()
+        return torch.cat([y, self.outputs(x)], 1)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: ng.KFAC(model, ng.Euclidean()),
+        lambda model: ng.EKFAC(model, ng.Euclidean()),
+        lambda model: ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kernel(), damping=0.1),
+        lambda model: ng.NaturalGradient(model, ng.Euclidean(), damping=0.1),
+        lambda model: ng.Natural(model),
+        lambda model: ng.Natural(model, groups=[{"params": [p], "lr": 0.1} for p in model.parameters() if p.ndim == 1]),
+    ],
+)
+def test_parameters_without_entries_do_not_change_a_step(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    empty = _Empty().double()
+    plain = nn.Linear(3, 2, bias=False).double()
+    plain.load_state_dict(empty.whole.state_dict())
+    x = torch.randn(5, 3, dtype=torch.float64)
+    for model in (empty, plain):
+        opt = make(model)
+        model(x).square().sum(1).mean().backward()
+        opt.step()
+    torch.testing.assert_close(empty.whole.weight, plain.weight)
