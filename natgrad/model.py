@@ -161,8 +161,6 @@ class Model:
             _check_eager(model)
             named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
             _check_parameters(named, f"the module {type(model).__name__}")
-            # One without entries has no metric and no step.
-            named = {name: p for name, p in named.items() if p.numel()}
             return Model(model, named, output, examples, heads)
         if not callable(model):
             raise TypeError(

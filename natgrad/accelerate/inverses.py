@@ -227,7 +227,7 @@ def two_sided_columns(left: Tensor, columns: Sequence[Tensor], right: Tensor) ->
 
 def layers_at_once(device: torch.device, layer_bytes: int) -> int:
     """How many layers of this size are worth being solved in one batch."""
-    return max(1, _of_device(_LAYER_BYTES, device) // layer_bytes)
+    return max(1, _of_device(_LAYER_BYTES, device) // max(1, layer_bytes))
 
 
 def batch_by_size(

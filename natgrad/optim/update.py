@@ -50,7 +50,7 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
                 f"a parameter group holds {', '.join(wrong)}, which all parameters share: a group may have lr, "
                 "weight_decay, momentum and fallback. Give it to the optimizer, or make a second optimizer"
             )
-        given.append({**group, "params": [p for p in params if p.numel()]})
+        given.append({**group, "params": params})
     for group in given:
         strange = [p for p in group["params"] if id(p) not in names]
         if strange:

@@ -79,7 +79,7 @@ class Factors:
             return self._gram_by_positions(right, limit)
         # By slices of the parameters: outputs o, and all of c and i.
         total = self.g.new_zeros(k * n, l * m)
-        step = max(1, limit // (max(k * n, l * m) * c * i))
+        step = max(1, limit // max(1, max(k * n, l * m) * c * i))
         for g, h in zip(self.g.split(step, dim=4), right.g.split(step, dim=4), strict=True):
             rows = Factors(self.a, g).rows().flatten(0, 1)
             if other is None:

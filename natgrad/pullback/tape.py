@@ -378,7 +378,7 @@ class Tape:
         if isinstance(block.rule, Replayed):
             rule = block.rule
             return sum(rule.positions(use.module, block.keys, use.call) for use in self.of(block))
-        return max(1, sum(use.shape.numel() for use in self.of(block)) // (self.y.shape[0] * block.shape[1]))
+        return max(1, sum(use.shape.numel() for use in self.of(block)) // max(1, self.y.shape[0] * block.shape[1]))
 
     def of(self, block: Block) -> list[Use]:
         """The uses of a block, in the order of the calls."""

@@ -169,9 +169,9 @@ def check_packing(rule: Rule, names: Sequence[str], shape: tuple[int, int, int],
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters with entries that the module itself owns, by local name."""
+    """The trainable parameters that the module itself owns, by local name."""
     # named_parameters(recurse=False) is slow, and this is asked for every layer of every estimate.
-    return {name: p for name, p in parameters_in(module).items() if p is not None and p.requires_grad and p.numel()}
+    return {name: p for name, p in parameters_in(module).items() if p is not None and p.requires_grad}
 
 
 def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
@@ -233,7 +233,7 @@ def matrices_shape(module: nn.Module, keys: Sequence[str], c: int = 1) -> tuple[
 
 def matrices(block: Mapping[str, Tensor], c: int = 1) -> dict[str, Tensor]:
     """Every weight [c·o *fan] and bias [c·o] as a matrix [c o fan] of its own."""
-    return {key: t.reshape(c, t.shape[0] // c, -1) for key, t in block.items()}
+    return {key: t.reshape(c, t.shape[0] // c, t.shape[1:].numel()) for key, t in block.items()}
 
 
 def pack_matrices(block: Mapping[str, Tensor], c: int = 1) -> Tensor:

@@ -811,7 +811,8 @@ class LayerInverse(Inverse):
             else:
                 given = [ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names]) for names in columns]
                 given = [w.to(self.layout.dtype) for w in given]
-                solved = self.apply(k, [w.reshape(count * c, o, -1) for w in given])
+                fans = [self.layout.like[names[0]].shape[1:].numel() for names in columns]
+                solved = self.apply(k, [w.reshape(count * c, o, i) for w, i in zip(given, fans, strict=True)])
                 solved = [u.reshape(w.shape) for w, u in zip(given, solved, strict=True)]
                 for names, u in zip(columns, solved, strict=True):
                     v.update(zip(names, [u] if count == 1 else u.unbind(), strict=True))
