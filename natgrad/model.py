@@ -159,10 +159,10 @@ class Model:
                 raise TypeError("params= belongs to a pure function f(params, x); a module has its own parameters")
             model = unwrapped(model)[-1]
             _check_eager(model)
-            named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-            _check_parameters(named, f"the module {type(model).__name__}")
             # One without entries has no metric and no step.
-            named = {name: p for name, p in named.items() if p.numel()}
+            trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel())
+            named: dict[str, Tensor] = {plain_name(name): p for name, p in trained}
+            _check_parameters(named, f"the module {type(model).__name__}")
             return Model(model, named, output, examples, heads)
         if not callable(model):
             raise TypeError(
@@ -373,7 +373,9 @@ def _check_eager(module: nn.Module) -> None:
 
 def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
     if not params:
-        raise ValueError(f"{where} has no trainable parameters: set requires_grad_(True) on those to train")
+        raise ValueError(
+            f"{where} has no trainable parameters, or none with entries: set requires_grad_(True) on those to train"
+        )
     first_name, first = next(iter(params.items()))
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
