@@ -370,8 +370,10 @@ def _check_eager(module: nn.Module) -> None:
 
 
 def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
-    if not params:
-        raise ValueError(f"{where} has no trainable parameters: set requires_grad_(True) on those to train")
+    if not any(not isinstance(p, Tensor) or p.numel() for p in params.values()):
+        raise ValueError(
+            f"{where} has no trainable parameters, or none with entries: set requires_grad_(True) on those to train"
+        )
     first_name, first = next(iter(params.items()))
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():

@@ -114,6 +114,24 @@ def _is_asked_for(leaf: Any) -> bool:
         return True
 
 
+def frees(node: Any) -> bool:
+    """Whether the backward pass that is running goes through a node, and frees what the graph below it has saved.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> y = x.exp()
+    >>> _ = y.register_hook(lambda g: print(frees(y.grad_fn)))
+    >>> _ = torch.autograd.grad(y.sum(), y)
+    False
+    >>> _ = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    False
+    >>> _ = torch.autograd.grad(y.sum(), x)
+    True
+    """
+    if node is None or torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    return any(_is_asked_for(below) for below, _ in node.next_functions if below is not None)
+
+
 def version_of(t: Tensor) -> int:
     """How often a tensor was changed in place; 0 for an inference tensor, which does not count."""
     return 0 if t.is_inference() else t._version

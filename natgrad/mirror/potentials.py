@@ -424,11 +424,11 @@ class LogBarrier(Potential):
 
 def _kl(y: Tensor, x: Tensor) -> Tensor:
     """Σ y log(y/x) − y + x [] as Σ x((1 + t) log(1 + t) − t), t = (y − x)/x, which keeps its digits near y = x."""
-    t = (y - x) / x
-    far = t > _FAR  # where t may overflow
-    near, large = torch.where(far, 0.0, t), torch.where(far, y, 1.0)
-    terms = x * (torch.special.xlog1py(1 + near, near) - near)
-    return torch.where(far, large * (large.log() - x.log()) - (large - x), terms).sum()
+    far = y > _FAR * x  # where t, or its slope, may overflow
+    beside, large, small = torch.where(far, y, x), torch.where(far, y, 1.0), torch.where(far, x, 1.0)
+    t = (y - beside) / beside
+    terms = x * (torch.special.xlog1py(1 + t, t) - t)
+    return torch.where(far, large * (large.log() - small.log()) - (large - small), terms).sum()
 
 
 def _blocks(matrices: Tensor) -> Tensor:

@@ -353,12 +353,14 @@ def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None])
     return handle
 
 
-def in_training(params: Sequence[Tensor], hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The hook, called in backward passes that compute a gradient of the parameters.
+def in_training(
+    params: Sequence[Tensor], hook: Callable[[Any], None], otherwise: Callable[[], None] = lambda: None
+) -> Callable[[Any], None]:
+    """The hook, called in backward passes that compute a gradient of the parameters; in others, ``otherwise``.
 
     One for the inputs alone (``torch.autograd.grad(y.sum(), x)``, for a gradient penalty) is not that of the loss.
     """
-    return lambda cotangent: hook(cotangent) if computes_gradient(params) else None
+    return lambda cotangent: hook(cotangent) if computes_gradient(params) else otherwise()
 
 
 def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:

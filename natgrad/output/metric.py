@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
@@ -180,8 +181,10 @@ class DerivedMetric(OutputMetric):
     base: OutputMetric
 
     def _on(self, base: OutputMetric) -> Self:
-        """The same, made of another metric."""
-        return replace(self, base=base)  # type: ignore[type-var]  # every subclass is a dataclass
+        """The same, made of another metric. Every pass asks, so nothing is checked again: a GPU would be waited for."""
+        derived = copy.copy(self)
+        object.__setattr__(derived, "base", base)  # it is frozen
+        return derived
 
     def unsampled(self) -> OutputMetric:
         return self._on(self.base.unsampled())

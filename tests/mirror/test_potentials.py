@@ -227,6 +227,14 @@ def test_the_divergence_keeps_its_digits_where_the_points_are_far_apart(ratio: f
     )
 
 
+def test_the_divergence_has_a_slope_where_the_points_are_far_apart() -> None:
+    x, y = torch.tensor([1e-20, 0.5], requires_grad=True), torch.tensor([1.0, 0.25], requires_grad=True)
+    slopes = torch.autograd.grad(ng.mirror.NegativeEntropy().bregman(y, x), (x, y))
+    a, b = x.detach().double(), y.detach().double()
+    for found, exact in zip(slopes, (1 - b / a, (b / a).log()), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_point_of_another_size_than_the_metric_is_refused(size: int) -> None:
     x = torch.ones(size, dtype=torch.float64)

@@ -43,6 +43,7 @@ def _twice() -> object:
 CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ng.NaturalGradient(nn.Tanh(), ng.Euclidean()), ValueError, "the module Tanh has no trainable parameters"),
     (lambda: ng.pullback(nn.Tanh(), torch.ones(1, 1), ng.Euclidean()), ValueError, "no trainable parameters"),
+    (lambda: ng.KFAC(nn.ParameterList([torch.zeros(0)]), ng.Euclidean()), ValueError, "trainable .*none with entries"),
     (lambda: ng.NaturalGradient(_mixed(dtype=torch.float64), ng.Euclidean()), ValueError, "mixes dtypes: 0.weight is"),
     (lambda: ng.NaturalGradient(_mixed(device="meta"), ng.Euclidean()), ValueError, "mixes devices: .*meta"),
     (

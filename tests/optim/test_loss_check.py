@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 import weakref
@@ -597,3 +598,41 @@ def test_a_gradient_by_the_inputs_is_not_taken_for_that_of_the_loss(several: boo
     v = oracle.damped(G, oracle.flatten(p.grad for p in model.parameters() if p.grad is not None), 0.1)
     opt.step()
     close(before - oracle.flatten(model.parameters()), v, 1e-8)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_pass_for_an_adversarial_example_is_not_kept_until_the_step(several: bool) -> None:
+    """Its backward pass is for the inputs alone and frees the graph, so that none that trains can follow."""
+    width = 77  # no other tensor has this shape
+    body = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, C))
+    model = Named(body) if several else body
+    opt = ng.KFAC(model, {"y": nn.CrossEntropyLoss()} if several else nn.CrossEntropyLoss())
+
+    def logits(x: Tensor) -> Tensor:
+        y: Tensor = model(x)["y"] if several else model(x)
+        return y
+
+    x = torch.randn(N, 3).requires_grad_()
+    for _ in range(3):
+        (slope,) = torch.autograd.grad(F.cross_entropy(logits(x), LABELS), x)
+        x = (x + 0.01 * slope.sign()).detach().requires_grad_()
+    gc.collect()
+    assert not [t for t in gc.get_objects() if type(t) is Tensor and t.shape == (N, width)]
+    F.cross_entropy(logits(x), LABELS).backward()
+    opt.step()
+
+
+def test_a_gradient_at_the_outputs_may_be_computed_before_that_of_the_parameters() -> None:
+    def trained(*, apart: bool) -> Tensor:
+        model, x = vectors()
+        opt = ng.NaturalGradient(model, nn.CrossEntropyLoss(), damping=0.1, strict=True)
+        y = model(x)
+        loss = F.cross_entropy(y, LABELS)
+        if apart:
+            y.backward(*torch.autograd.grad(loss, y))
+        else:
+            loss.backward()
+        opt.step()
+        return oracle.flatten(model.parameters())
+
+    close(trained(apart=True), trained(apart=False))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.structures import Structure
 from tests import oracle
+from tests.families.test_families import Unread
 from tests.optim.tasks import resumes, seeded, silent
 from tests.pulled import close, normal
 
@@ -85,6 +86,22 @@ def test_examples_have_weights_as_with_one_output() -> None:
     model, x = detector(), normal(2, 3)
     weighted = ng.pullback(model, x, ng.functionspace.Weighted(torch.tensor([0.25, 0.75]), heads()))
     close(ng.Dense().estimate(weighted).dense(), expected(model, x[[0, 1, 1, 1]]))
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        ng.functionspace.Weighted(torch.tensor([0.25, 0.75]), heads()),
+        ng.Sobolev(base=heads(), lengthscale=torch.tensor(2.0)),
+        ng.Sampled(heads()),
+    ],
+)
+def test_a_metric_that_is_made_of_heads_is_not_checked_again_in_every_pass(metric: Any) -> None:
+    with Unread():  # type: ignore[no-untyped-call]
+        made = metric.only(["kind"]).unflattened().shaped([torch.Size([2, 3])])
+    assert type(made) is type(metric)
+    assert made.heads == ("kind",)
+    assert metric.heads == ("kind", "box")
 
 
 def test_in_pieces_that_fit_into_memory_it_is_the_same() -> None:
