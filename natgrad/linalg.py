@@ -64,9 +64,13 @@ def number_of(damping: Damping) -> float:
 
 
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
-    """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise."""
+    """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise.
+
+    A small h may be the difference of numbers of size 1, such as p − p² for a probability near 1: its rounding error is
+    that of these numbers.
+    """
     values, vectors = torch.linalg.eigh(0.5 * (h + h.transpose(-1, -2)))
-    rounding = h.shape[-1] * torch.finfo(h.dtype).eps * values.abs().amax(-1)
+    rounding = h.shape[-1] * torch.finfo(h.dtype).eps * values.abs().amax(-1).clamp(min=1)
     negative = values[:, 0] < -8 * rounding
     if bool(negative.any()):
         n = int(negative.nonzero()[0, 0])

@@ -422,9 +422,8 @@ def refuse_indefinite(A: Tensor, info: Tensor, what: str, word: str) -> None:
     if bool((info != 0).any()):
         at = first(info != 0)
         least = float(torch.linalg.eigvalsh(A.detach()[at])[0])
-        raise DomainError(
-            f"{what}{entry(at)}: {word} must be positive definite, and has the eigenvalue {least:.6g}: {_ADVICE}"
-        )
+        place = f"{what}{entry(at)}".removesuffix(", at ")  # one point has no index
+        raise DomainError(f"{place}: {word} must be positive definite, and has the eigenvalue {least:.6g}: {_ADVICE}")
 
 
 def entry(at: tuple[int, ...]) -> str:

@@ -156,6 +156,8 @@ def classes_of(
     memory: int,
 ) -> list[ResidualClass]:
     """The classes with their models, all over the same parameters."""
+    if isinstance(params, Mapping) and any(isinstance(each, Residuals) for each in params.values()):
+        raise TypeError("LeastSquares(residuals, params) takes the residuals first, and then the model")
     out = []
     for name, each in _named(residuals):
         if not isinstance(each, Residuals):

@@ -151,7 +151,8 @@ def _refuse(residuals: ResidualFunction, fits: Fits, J: Tensor) -> None:
     if not bool(fits.f.isfinite().all()):
         bad = int((~fits.f.isfinite()).sum())
         raise NonFiniteError(
-            f"{bad} of {fits.f.numel()} residuals at x0 are NaN or infinite: start where fun is finite"
+            f"{bad} of {fits.f.numel()} residuals at x0 are NaN or infinite: start where fun is finite, "
+            "and leave out data that are not"
         )
     columns = (~J[0].isfinite()).any(0).nonzero().squeeze(-1).tolist()
     if not columns:  # what is not finite was computed from them

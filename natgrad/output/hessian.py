@@ -84,7 +84,7 @@ class Divergence(OutputMetric):
     """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (Grosse 2021).
 
     ρ takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0. If it is flatter than
-    quadratic there, such as (y − y0)⁴, then h = 0.
+    quadratic there, such as (y − y0)⁴, or has a kink, such as |y − y0|, then h = 0, and only the damping is left.
 
     >>> metric = Divergence(lambda y, y0: ((y - y0) ** 2).sum())
     >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))

@@ -72,10 +72,11 @@ class SharedSpectrum:
 class Laplace:
     """p(θ | data) ≈ N(θ*, (N·G + δ)⁻¹) at the mode θ* of the posterior (MacKay 1992; Daxberger et al. 2021).
 
-    G is the metric of ``metric`` in any ``structure``, the mean over the N examples of ``x``: one batch, or a
-    ``DataLoader`` of x or of pairs (x, target). δ is the precision of the prior N(0, 1/δ). With a Fisher metric N·G is
-    the generalised Gauss–Newton matrix of −Σ_n log p(t_n | y_n), the *sum* over the examples; for a linear model with
-    a Gaussian likelihood it is the Hessian, and the posterior exact. The model must be trained with the same prior:
+    G is the metric of ``metric`` in any ``structure`` (by default ``Dense()``), the mean over the N examples of ``x``:
+    one batch, or a ``DataLoader`` of x or of pairs (x, target). δ is the precision of the prior N(0, 1/δ). With a
+    Fisher metric N·G is the generalised Gauss–Newton matrix of −Σ_n log p(t_n | y_n), the *sum* over the examples; for
+    a linear model with a Gaussian likelihood it is the Hessian, and the posterior exact. The model must be trained with
+    the same prior:
 
     - a sum, −Σ log p + (c/2)‖θ‖²: δ = c;
     - a mean, −(1/N) Σ log p + (c/2)‖θ‖² (``F.cross_entropy`` with weight decay c): δ = N·c;

@@ -363,8 +363,8 @@ def fit(
 
     ``schedule``: the step size of every step, by default ``Decaying()``, or ``Constant(1.0)`` without a log-density.
     ``estimator``: of the gradient of E ℓ, by default ``Regression``. ``generator``: of its samples. The result has
-    the last η as ``eta``, the evidence bound before every step as ``elbo``, and as ``reasons`` the steps that were
-    shortened.
+    the last η as ``eta``, the evidence bound before every step as ``elbo``, and as ``reasons`` a dict that
+    says why steps were shortened, by their numbers.
 
     >>> import torch, natgrad as ng
     >>> y, beta = torch.tensor([1.0, 1.0, 0.0]), ng.families.Beta()

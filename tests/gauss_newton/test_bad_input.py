@@ -177,6 +177,8 @@ def test_what_is_no_residual_is_refused() -> None:
         ng.LeastSquares({"inside": grid(3)}, net)  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="params is a module, or a dict of tensors by name, not list"):
         ng.LeastSquares(ng.Residuals(plain, grid(3)), list(net.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes the residuals first, and then the model"):
+        ng.LeastSquares(net, {"inside": ng.Residuals(plain, grid(3))})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"weight=…\) must be positive"):
         ng.Residuals(plain, grid(3), weight=0.0)
     with pytest.raises(ValueError, match='"mean" or "sum"'):

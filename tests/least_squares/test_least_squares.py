@@ -584,7 +584,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "residuals of torch.float64 for unknowns of torch.float32",
         lambda: ng.least_squares(lambda x: x.double(), torch.ones(2)),
     ),
-    "NaN at x0": (NonFiniteError, "2 of 2 residuals at x0", lambda: ng.least_squares(lambda x: x.log(), -ones(2))),
+    "NaN at x0": (
+        NonFiniteError,
+        "2 of 2 residuals at x0 are NaN or infinite: start where fun is finite, and leave out data that are not",
+        lambda: ng.least_squares(lambda x: x.log(), -ones(2)),
+    ),
     "no derivative": (
         NonFiniteError,
         r"Jacobian of the residuals is NaN or infinite .* in the unknowns \[0\]",

@@ -582,6 +582,19 @@ def test_an_indefinite_hessian_is_refused_with_example_and_eigenvalue(name: str)
     assert bool(metric.root(y[:2], CLASSES[:2]).isfinite().all())
 
 
+@pytest.mark.parametrize("margin", [5.0, 10.0, 15.0, 20.0, 30.0])
+def test_the_rounding_of_a_certain_softmax_is_not_taken_for_a_saddle(margin: float) -> None:
+    y = normal(100, 10).float()
+    y[:, 0] += margin
+    labels = torch.zeros(100, dtype=torch.long)
+    metrics = ng.Bregman(lambda y: y.logsumexp(-1)), ng.LossHessian(torch.nn.functional.cross_entropy)
+    exact = ng.Fisher(ng.Categorical()).root(y.double())
+    for metric in metrics:
+        s = metric.root(y, labels).double()
+        h, expected = (torch.einsum("kni,knj->nij", root, root) for root in (s, exact))
+        torch.testing.assert_close(h, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_divergence_flatter_than_quadratic_has_the_metric_zero() -> None:
     """(y − y0)⁴ is a dissimilarity, and no Riemannian metric comes from it."""
     metric = ng.Divergence(lambda y, y0: ((y - y0) ** 4).sum())

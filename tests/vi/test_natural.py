@@ -97,6 +97,13 @@ def test_a_step_that_would_leave_the_domain_is_shortened_and_every_iterate_is_va
     assert 0 in found.reasons
 
 
+def test_the_reason_of_a_shortened_step_names_the_precision_matrix() -> None:
+    gaussian = ng.families.FullGaussian()
+    posterior = ng.vi.Posterior(gaussian, lambda z: 2 * z.square().sum(-1))
+    move = posterior.step(gaussian.from_covariance(_double(0.0, 0.0), 0.04 * torch.eye(2).double()))
+    assert "(η of FullGaussian: the precision matrix must be positive definite" in move.reasons[0]
+
+
 def test_fit_finds_the_member_of_least_divergence() -> None:
     """q = Gamma for a log-normal posterior: the bound at the end is above that of all members around it."""
     gamma = ng.families.Gamma()
