@@ -370,7 +370,7 @@ def _check_eager(module: nn.Module) -> None:
 
 
 def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
-    if not any(not isinstance(p, Tensor) or p.numel() for p in params.values()):
+    if all(isinstance(p, Tensor) and not p.numel() for p in params.values()):
         raise ValueError(
             f"{where} has no trainable parameters, or none with entries: set requires_grad_(True) on those to train"
         )
