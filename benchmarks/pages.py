@@ -279,9 +279,11 @@ def ends_of_the_grid(folder: Path = RECORDS) -> str:
             names = {row[0], "natural-every-25"} if row[0] == "natural" else {row[0]}
             tried = {record.run.lr for each in names for record in records.of(name, TUNE, each)}
             tried |= {float(words[3]) for words in printed if words[1] in names}
+            if len(tried) < 2:
+                continue
             best = float(row[1].partition(",")[0])
             for end, lr in (("smallest", min(tried)), ("largest", max(tried))):
-                if best == lr and len(tried) > 1:
+                if best == lr:
                     ends[end].setdefault(_short(row[0]), []).append(SHORT_RACES[name])
     return "; ".join(
         f"the {end} for " + ", ".join(f"{optimizer} ({', '.join(found)})" for optimizer, found in by_name.items())
@@ -385,20 +387,9 @@ def pde_where(least: float, most: float = float("inf")) -> str:
 NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
     function.__name__: function
     for function in (
-        *(results, machine, ratios, section, claims, ratio, claim, span, training, races, race, winners, vi_table),
-        *(
-            ablation,
-            ends_of_the_grid,
-            cifar_table,
-            cifar_figures,
-            regression_table,
-            online_table,
-            pde_tables,
-            pde,
-            pde_gaps,
-            pde_where,
-            step_cost,
-        ),
+        *(results, machine, ratios, section, claims, ratio, claim, span, training, step_cost, vi_table),
+        *(races, race, winners, ends_of_the_grid, ablation, cifar_table, cifar_figures, regression_table, online_table),
+        *(pde_tables, pde, pde_gaps, pde_where),
     )
 }
 

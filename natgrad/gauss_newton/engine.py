@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.errors import IncompatibleError, SingularMetricError
-from natgrad.gauss_newton.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of
+from natgrad.gauss_newton.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of, refuse_solver
 from natgrad.gauss_newton.residuals import Points, Residuals, classes_of
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import check_damping
@@ -201,6 +201,7 @@ class LeastSquares:
             structure.require_whole("LeastSquares")
         if solver is not None:
             check_slots(solver=(solver, Solver))
+        refuse_solver(structure, solver)
         if step is not None:
             check_slots(step=(step, StepRule))
         if damping is not None:

@@ -24,7 +24,7 @@ from natgrad.structures.kernel import Kernel
 from natgrad.structures.row_stack import RowStack
 
 _REFINED = 2  # steps of iterative refinement
-_PRODUCTS_ONLY = CG(tol=1e-10, max_steps=1000)  # one for all steps: it says once that it was cut short
+_DEFAULT_CG = CG(tol=1e-10, max_steps=1000)  # one for all steps: it says once that it was cut short
 _TRIANGULAR = 512  # parameters, up to which a QR is affordable in every step
 
 
@@ -338,6 +338,15 @@ class StructuredJacobian(ResidualJacobian):
         return None
 
 
+def refuse_solver(structure: Structure | None, solver: Solver | None) -> None:
+    """Refuse a solver that a structure would not use."""
+    if solver is not None and isinstance(structure, (Kernel, Dense)):
+        raise IncompatibleError(
+            f"LeastSquares(solver=…) does not work with {type(structure).__name__}, which solves by its own "
+            "factorisation: give structure=Implicit() for CG, or leave the solver out"
+        )
+
+
 def jacobian_of(
     pullbacks: Sequence[Pullback],
     weights: Sequence[float],
@@ -349,12 +358,7 @@ def jacobian_of(
     layout = Layout(pullbacks[0].model.like, pullbacks[0].y.dtype)
     sizes = Sizes.of(pullbacks, memory)
     structure = structure or sizes.chosen()
-    if solver is not None and isinstance(structure, (Kernel, Dense)):
-        kind = type(structure).__name__
-        raise IncompatibleError(
-            f"LeastSquares(solver=…) does not work with {kind}, which solves by its own factorisation: give "
-            "structure=Implicit() for CG, or leave the solver out"
-        )
+    refuse_solver(structure, solver)
     if isinstance(structure, Kernel) or (isinstance(structure, Dense) and sizes.rows_fit):
         if isinstance(structure, Kernel):
             sizes.admit_kernel()
@@ -364,7 +368,7 @@ def jacobian_of(
     terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
     exact = ImplicitOperator(layout, terms)
     if isinstance(structure, Implicit):
-        return StructuredJacobian(exact, exact, 1.0, solver or _PRODUCTS_ONLY)
+        return StructuredJacobian(exact, exact, 1.0, solver or _DEFAULT_CG)
     if isinstance(structure, Dense):
         G = torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0)
         return NormalJacobian(exact, DampedFactor(G), sizes.m)

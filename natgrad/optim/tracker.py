@@ -280,7 +280,7 @@ class MetricTracker:
         self._suspended = False
         self._in_backward: list[tuple[int, BackwardEstimate]] = []  # of this step, with their numbers of examples
         self._waiting: list[Waiting] = []  # passes of this step whose loss the metric must see first
-        self._passed_by = False  # one of this step waits no more: a backward pass without training freed its graph
+        self._dropped = False  # a pass of this step waits no more: a backward pass that does not train freed its graph
         self._numbers = itertools.count()  # of passes that wait
         self._recorders = {
             eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
@@ -374,7 +374,7 @@ class MetricTracker:
             return NEEDS_TARGET
         if self.metric.source == "backward":
             return NO_BACKWARD
-        return NO_COTANGENT if self._waiting or self._passed_by else NOTHING_SEEN
+        return NO_COTANGENT if self._waiting or self._dropped else NOTHING_SEEN
 
     def commit(self, operator: Operator, estimated: bool) -> None:
         """After a step that succeeded: the operator becomes the average. ``estimated``: it is new in this step."""
@@ -415,7 +415,7 @@ class MetricTracker:
         for waiting in self._waiting:
             waiting.forget()
         self._waiting.clear()
-        self._passed_by = False
+        self._dropped = False
 
     # Parameters that the metric knows nothing of.
 
@@ -745,13 +745,13 @@ class MetricTracker:
             if tracker is not None:
                 tracker.cotangents_arrived(number, cotangents)
 
-        def passed_by() -> None:
+        def untrained() -> None:
             tracker = itself()
             if tracker is not None:
-                tracker.passed_by(number)
+                tracker.drop_if_freed(number)
 
         params = tuple(self.model.params.values())
-        single = in_training(params, lambda cotangent: arrived([cotangent]), passed_by)
+        single = in_training(params, lambda cotangent: arrived([cotangent]), untrained)
         handle = None if several or not visible else on_cotangent(outputs[0], loss, single)
         if not visible or (handle is None and not several):
             if self.metric.needs_target:
@@ -759,7 +759,7 @@ class MetricTracker:
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
         if several:
-            joined = JoinedHeads.apply(in_training(params, arrived, passed_by), *outputs)  # type: ignore[no-untyped-call]
+            joined = JoinedHeads.apply(in_training(params, arrived, untrained), *outputs)  # type: ignore[no-untyped-call]
             self._waiting.append(Waiting(number, batch, tape, joined, heads=tuple(outputs)))
             return True, self.model.with_heads(raw, joined)
         self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle, node=outputs[0].grad_fn))
@@ -796,7 +796,7 @@ class MetricTracker:
         cotangent = side_by_side([c for _, c in there]) if waiting.heads else there[0][1]
         self._estimate(replace(batch, cotangent=cotangent), tape, observer)
 
-    def passed_by(self, number: int) -> None:
+    def drop_if_freed(self, number: int) -> None:
         """A backward pass that does not train came to the outputs of a pass that waits.
 
         If it frees the graph, as that of an adversarial example, none that trains can follow: keep nothing of the pass.
@@ -805,7 +805,7 @@ class MetricTracker:
             if frees(waiting.node or waiting.outputs[0].grad_fn):
                 waiting.forget()
                 self._waiting.remove(waiting)
-                self._passed_by = True
+                self._dropped = True
 
     def loss_called(self, y: Any, target: Any) -> None:
         """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""

@@ -38,6 +38,7 @@ def test_grad_is_the_minimum_of_the_quadratic_model_and_prog_is_its_depth() -> N
     close(ω + α * curved(START) @ (y - START), torch.zeros_like(ω))
     depth = -(ω @ (y - START) + α / 2 * (y - START) @ curved(START) @ (y - START))
     close(descent.prog(objective, START), depth)
+    close(-descent.proximity.surrogate(y, START, ω, α), depth)
 
 
 def test_in_the_euclidean_metric_it_is_gradient_descent() -> None:

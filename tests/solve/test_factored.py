@@ -204,11 +204,11 @@ def test_damping_that_is_no_damping_is_refused(damping: float) -> None:
 
 @pytest.mark.parametrize(
     "structure",
-    [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.LowRank(3), ng.Kernel(), ng.Implicit(), ng.EigenKronecker()],
+    [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.LowRank(3), ng.Kernel(), ng.EigenKronecker()],
     ids=repr,
 )
 def test_factored_is_refused_by_the_name_of_a_structure_without_factors(structure: Structure) -> None:
     pb = pull(zoo.case("mlp_tanh").make(), ng.Euclidean())
     name = type(structure).__name__
-    with pytest.raises(IncompatibleError, match=rf"Factored does not work with {name}Operator: .*(Cholesky|CG)"):
+    with pytest.raises(IncompatibleError, match=rf"Factored does not work with {name}Operator: .*Cholesky"):
         ng.sharp(structure.estimate(pb), covector(pb), ng.Factored(), damping=0.1)
