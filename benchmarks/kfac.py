@@ -14,7 +14,8 @@ changing  the same where every batch has another size, so that a GPU never sees 
 steps     training steps over fused AdamW's, averaged over a whole refresh cycle; "10 & 100" means factors every ten
           steps, inverses every hundred
 presets   the optimizers of docs/optimizers.md: training steps over fused AdamW's, averaged over a cycle of ten; then
-          the optimizers' steps alone, the same gradient every time; then the peak memory of a training step
+          the optimizers' steps alone, the same gradient every time; then the host's time in a step, and the peak
+          memory of a training step
 sobolev   Sobolev K-FAC steps over K-FAC steps
 memory    peak memory of a training step that refreshes everything, less the factors and inverses, over SGD's
 resnet18  ResNet-18 at full width: the first K-FAC step, a step with new factors and a plain step, over AdamW's
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -352,7 +354,14 @@ def presets(report: Report, case: Case) -> None:
         if bound is not None and {mine, theirs} <= race.seconds.keys():
             ratio = race.ratio(mine, theirs).median
             report.targets.append(Target(f"{claim}, {problem.name}", ratio, bound, True))
-    if case.natural_memory is None or NATURAL not in result.seconds:
+    if NATURAL not in result.seconds:
+        return
+    if report.device.type == "cuda":
+        own = {name: 1e3 * launching(problem, PRESETS[name], report.device) for name in (ADAMW, NATURAL)}
+        note = ", ".join(f"{name}: {ms:.2f} ms" for name, ms in own.items())
+        claim = f"milliseconds of the host in a step of Natural, less those in one of AdamW, {problem.name}"
+        report.targets.append(Target(claim, own[NATURAL] - own[ADAMW], 0.3, True, note))
+    if case.natural_memory is None:
         return
     peak = {
         name: peak_memory(prepare_training, case.make, _OF_PROBLEM[name], report.device, device=report.device)
@@ -385,6 +394,16 @@ def stepping(problem: Problem, optimizer: Callable[[nn.Module], Any], steps: int
             opt.step()
 
     return contestant
+
+
+def launching(problem: Problem, optimizer: Callable[[nn.Module], Any], device: torch.device) -> float:
+    """Seconds until a step of an optimizer returns, while the device has nothing else to do: Python and launches."""
+    step, seconds = stepping(problem, optimizer, 1), []
+    for _ in range(60):
+        start = now(device)
+        step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[20:])  # graphs are captured in the first steps
 
 
 def sobolev(report: Report, case: Case) -> None:
