@@ -268,6 +268,18 @@ def winners(folder: Path = RECORDS) -> str:
     return "\n".join(lines)
 
 
+def beside_adamw(column: str, folder: Path = RECORDS) -> str:
+    """On which networks a loss of ``ng.Natural`` is below AdamW's final one, and on which it is not."""
+    records, at = Records.load(folder), HEAD.index(column)
+    found: dict[str, list[str]] = {}
+    for name, task in tasks().items():
+        rows = {row[0]: row for row in _tuned_rows(records, task)}
+        ours, theirs = rows["natural"][at], rows["adamw"][HEAD.index("loss, equal steps")]
+        mean, final = (float(cell.partition(" ")[0]) for cell in (ours, theirs))
+        found.setdefault("below it" if mean < final else "above it", []).append(SHORT_RACES[name])
+    return "; ".join(f"{where} on {', '.join(networks)}" for where, networks in sorted(found.items(), reverse=True))
+
+
 def ends_of_the_grid(folder: Path = RECORDS) -> str:
     """Where the best learning rate is the smallest or the largest that was tried."""
     records = Records.load(folder)
@@ -388,7 +400,18 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
     function.__name__: function
     for function in (
         *(results, machine, ratios, section, claims, ratio, claim, span, training, step_cost, vi_table),
-        *(races, race, winners, ends_of_the_grid, ablation, cifar_table, cifar_figures, regression_table, online_table),
+        *(
+            races,
+            race,
+            winners,
+            beside_adamw,
+            ends_of_the_grid,
+            ablation,
+            cifar_table,
+            cifar_figures,
+            regression_table,
+            online_table,
+        ),
         *(pde_tables, pde, pde_gaps, pde_where),
     )
 }
