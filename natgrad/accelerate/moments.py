@@ -459,12 +459,13 @@ def entry_moments(x: Tensor, ones: bool | Tensor = False) -> tuple[Tensor, Tenso
     (tensor([10., 20.]), tensor([4., 6.]))
     """
     axes = tuple(range(x.ndim - 1))
+    at_once = x.device.type == "cuda" and x.stride(-1) == 1
+    squares, sums = column_moments(rows(x)) if at_once else (x.square().sum(axes), None)
     if isinstance(ones, Tensor):
-        return x.square().sum(axes), torch.einsum("n,...nrc->c", ones.to(x.dtype), x)
-    if x.device.type == "cuda" and x.stride(-1) == 1:
-        squares, sums = column_moments(rows(x))
-        return squares, sums if ones else None
-    return x.square().sum(axes), x.sum(axes) if ones else None
+        return squares, torch.einsum("n,...nrc->c", ones.to(x.dtype), x)
+    if not ones:
+        return squares, None
+    return squares, x.sum(axes) if sums is None else sums
 
 
 def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:

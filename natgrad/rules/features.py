@@ -38,7 +38,7 @@ from natgrad.accelerate.patches import (
     few_patches,
     patch_mean,
     patch_moment,
-    patch_sum,
+    patch_squares,
     patches,
     positions,
 )
@@ -92,6 +92,10 @@ class Moment:
     def over(self, count: int | Tensor) -> Moment:
         """The same sum, to be divided by another count."""
         return replace(self, count=count)
+
+    def diagonal(self) -> Moment:
+        """Its diagonal [c d]."""
+        return Moment(self.total.diagonal(dim1=-2, dim2=-1), self.count)
 
     def to(self, dtype: torch.dtype) -> Moment:
         """In this precision."""
@@ -492,7 +496,7 @@ class Patches(Features):
         return Moment(patch_moment(x, self.axes, self.groups, self.ones), count)
 
     def squares(self) -> Moment:
-        total = patch_sum(single(self._images).square(), self.axes, self.groups)
+        total = patch_squares(self._images, self.axes, self.groups)
         if self.ones is not False:
             n, r = self.shape[-4:-2]
             corner = total.new_full((), n * r) if self.ones is True else r * self.ones.square().sum().to(total.dtype)
@@ -563,13 +567,17 @@ class Entries(Features):
         corner = n * r if isinstance(self.ones, bool) else r * self.ones.square().sum()
         return Moment(border_entries(squares, sums, corner), self.count())
 
+    def squares(self) -> Moment:
+        return self.moment().diagonal()
+
     def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
         """Entry by entry."""
         x = self.x.to(g.dtype)
         for column in g.squeeze(4):  # [n r c]
             yield (column * x).sum(1)[:, :, None, None]
             if self.ones is not False:
-                yield (column * _column(self.ones, column, -3)).sum(1)[:, :, None, None]
+                sums = column.sum(1)
+                yield (sums if self.ones is True else sums * _column(self.ones, sums, -2))[:, :, None, None]
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return Entries(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))

@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast, final
 
 import torch
@@ -143,7 +144,7 @@ class ChannelEntries(Features):
         n, c, r = self.x.shape
         return n, r, c, 1 + self.ones
 
-    @property
+    @cached_property
     def entries(self) -> Entries:
         """x̂ itself."""
         x = torch.addcmul(self.shift.unsqueeze(-1), self.x, self.scale.unsqueeze(-1))
@@ -162,6 +163,9 @@ class ChannelEntries(Features):
         squares, sums = (variance + mean.square()).sum(0) * r, mean.sum(0) * r
         total = border_entries(squares, sums, n * r) if self.ones else squares.view(-1, 1, 1)
         return Moment(total, n * r)
+
+    def squares(self) -> Moment:
+        return self.moment().diagonal()
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         mean = Entries((self.mean * self.scale + self.shift).unsqueeze(1), self.ones)
