@@ -544,9 +544,13 @@ def Muon(
     """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
 
     Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
-    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch. A kernel
-    [o i *k] is the matrix [o i·k]; AdamW steps what it steps in ``Natural``. M and the other arguments are those of
-    ``Natural``, ``iteration`` is that of ``Polar``.
+    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch, up to
+    rounding in bfloat16. For matrices with both sides of 256 or more, other products compute the same iteration in less
+    time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up to 30 %: the iteration enlarges
+    rounding). Both are further than 10 % from UVᵀ, because five iterations do not converge; this one is no further from
+    it than torch's by more than 1 %. ``iteration="minimax"`` converges. A kernel [o i *k] is the matrix [o i·k]; AdamW
+    steps what it steps in ``Natural``. M and the other arguments are those of ``Natural``, ``iteration`` is that of
+    ``Polar``.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
