@@ -504,6 +504,10 @@ def SOAP(
     and not corrected for its start, so that the first steps are shorter; AdamW steps what it steps in ``Natural``, but
     matrices with one row or column.
 
+    Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
+    later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another
+    way, and take the steps of the joint batch only up to the choice of this basis.
+
     >>> import torch, natgrad as ng
     >>> from torch import nn
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
