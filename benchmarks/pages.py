@@ -280,6 +280,15 @@ def beside_adamw(column: str, folder: Path = RECORDS) -> str:
     return "; ".join(f"{where} on {', '.join(networks)}" for where, networks in sorted(found.items(), reverse=True))
 
 
+def best_rates(optimizer: str, folder: Path = RECORDS) -> str:
+    """The learning rate of every race that is best in tuning: "decoder 6 × 384 0.0015, …"."""
+    records, column, found = Records.load(folder), HEAD.index("lr, wd"), []
+    for name, task in tasks().items():
+        cells = [row[column] for row in _tuned_rows(records, task) if row[0] == optimizer]
+        found += [f"{SHORT_RACES[name]} {cell.partition(',')[0]}" for cell in cells]
+    return ", ".join(found)
+
+
 def ends_of_the_grid(folder: Path = RECORDS) -> str:
     """Where the best learning rate is the smallest or the largest that was tried."""
     records = Records.load(folder)
@@ -405,6 +414,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             race,
             winners,
             beside_adamw,
+            best_rates,
             ends_of_the_grid,
             ablation,
             cifar_table,
