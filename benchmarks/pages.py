@@ -1,7 +1,7 @@
 """Generate the pages that quote measurements: README.md and some of docs/, from templates and the result files.
 
     python -m benchmarks.pages            # write every page
-    python -m benchmarks.pages --figures  # draw the figure of the README as well
+    python -m benchmarks.pages --figures  # draw the figures of the README and of the races as well
 
 A template in ``docs/templates`` is the page itself with ``{{ expression }}`` where a number or a table belongs. The
 expression is Python; it sees the functions of this module that are listed in ``NAMES``.
@@ -13,9 +13,12 @@ import argparse
 import json
 import math
 import re
+import statistics
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from benchmarks import curves
 from benchmarks.race_models import REPORT, TUNE, Task, tasks
@@ -33,6 +36,7 @@ from experiments.regression_record import tables as regression_tables
 ROOT = Path(__file__).parent.parent
 TEMPLATES = ROOT / "docs" / "templates"
 FIGURE = ROOT / "docs" / "figures" / "training.svg"
+RATES = ROOT / "docs" / "figures" / "rates.svg"
 RECORDS = ROOT / "benchmarks" / "results" / "races"
 EQUATIONS = ROOT / "experiments" / "results" / "pde"
 PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)
@@ -227,6 +231,13 @@ def _tuned_rows(records: Records, task: Task) -> list[list[str]]:
     return [row for row in rows if row is tuned[row[0]]]
 
 
+RACERS = {  # of the figures
+    "natural": ("ng.Natural", "tab:red"),
+    "ng-muon": ("Muon", "tab:orange"),
+    "ng-soap": ("SOAP", "tab:gray"),
+    "ng-kl-shampoo": ("KL-Shampoo", "tab:green"),
+    "adamw": ("AdamW", "tab:blue"),
+}
 SHORT_RACES = {
     "decoder": "decoder 6 × 384",
     "decoder-large": "decoder 12 × 768",
@@ -280,13 +291,85 @@ def beside_adamw(column: str, folder: Path = RECORDS) -> str:
     return "; ".join(f"{where} on {', '.join(networks)}" for where, networks in sorted(found.items(), reverse=True))
 
 
+def best_rates(optimizer: str, folder: Path = RECORDS) -> str:
+    """The learning rate of every race that is best in tuning: "decoder 6 × 384 0.0015, …"."""
+    records, column, found = Records.load(folder), HEAD.index("lr, wd"), []
+    for name, task in tasks().items():
+        cells = [row[column] for row in _tuned_rows(records, task) if row[0] == optimizer]
+        found += [f"{SHORT_RACES[name]} {cell.partition(',')[0]}" for cell in cells]
+    return ", ".join(found)
+
+
+def _printed(folder: Path, name: str) -> list[list[str]]:
+    """The words of short tuning runs of which only the printed lines are left."""
+    log = folder / f"{name}-screen.log"
+    return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@final
+@dataclass(frozen=True)
+class Screen:
+    """Tuning runs of one length and one weight decay: the loss by optimizer and learning rate."""
+
+    steps: int
+    losses: dict[str, dict[float, float]]
+
+
+def screens(folder: Path = RECORDS) -> dict[str, Screen]:
+    """Of every race the length in which most racers have at least three learning rates, with weight decay 0.1.
+
+    Races in which ``ng.Natural`` has fewer of them are left out.
+    """
+    records, out = Records.load(folder), {}
+    for name in tasks():
+        found: dict[int, dict[str, dict[float, float]]] = {}
+        printed = [words for words in _printed(folder, name) if words[1] in RACERS]
+        tried = [(int(words[8]), words[1], float(words[3]), float(words[5]), float(words[12])) for words in printed]
+        tried += [(r.run.steps, r.run.optimizer, r.run.lr, r.run.weight_decay, r.final) for r in records.of(name, TUNE)]
+        for steps, optimizer, lr, decay, loss in tried:
+            if optimizer in RACERS and decay == 0.1:
+                found.setdefault(steps, {}).setdefault(optimizer, {})[lr] = loss
+        enough = {
+            steps: {racer: dict(sorted(losses[racer].items())) for racer in RACERS if len(losses.get(racer, ())) > 2}
+            for steps, losses in found.items()
+        }
+        steps = max(enough, key=lambda each: len(enough[each]), default=0)
+        if "natural" in enough.get(steps, {}):
+            out[name] = Screen(steps, enough[steps])
+    return out
+
+
+def nearby(optimizer: str, folder: Path = RECORDS) -> str:
+    """By how much the loss is higher at half and at twice the best learning rate, in these runs: median and largest.
+
+    Rates at which an optimizer diverges, or that were not tried, do not count.
+    """
+    rises = []
+    for screen in screens(folder).values():
+        losses = screen.losses.get(optimizer, {})
+        best = min(losses, key=lambda lr: losses[lr], default=math.nan)
+        for lr, loss in losses.items():
+            if any(math.isclose(lr, share * best) for share in (0.5, 2.0)) and loss < math.inf:
+                rises.append(loss / losses[best] - 1)
+    return f"{100 * statistics.median(rises):.1f} %, at most {100 * max(rises):.0f} %"
+
+
+def rates_below_adamw(folder: Path = RECORDS) -> str:
+    """At which rates of these runs the loss of ``ng.Natural`` is below AdamW's best, and on which networks."""
+    found: dict[str, list[str]] = {}
+    for name, screen in screens(folder).items():
+        best = min(screen.losses["adamw"].values())
+        above = [f"{lr:g}" for lr, loss in screen.losses["natural"].items() if loss >= best]
+        found.setdefault("at all but " + ", ".join(above) if above else "at all", []).append(SHORT_RACES[name])
+    return "; ".join(f"{which} on {', '.join(networks)}" for which, networks in sorted(found.items()))
+
+
 def ends_of_the_grid(folder: Path = RECORDS) -> str:
     """Where the best learning rate is the smallest or the largest that was tried."""
     records = Records.load(folder)
     ends: dict[str, dict[str, list[str]]] = {"smallest": {}, "largest": {}}
     for name, task in tasks().items():
-        log = folder / f"{name}-screen.log"  # short runs of which only the printed lines are left
-        printed = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        printed = _printed(folder, name)
         for row in _tuned_rows(records, task):
             names = {row[0], "natural-every-25"} if row[0] == "natural" else {row[0]}
             tried = {record.run.lr for each in names for record in records.of(name, TUNE, each)}
@@ -405,6 +488,9 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             race,
             winners,
             beside_adamw,
+            best_rates,
+            nearby,
+            rates_below_adamw,
             ends_of_the_grid,
             ablation,
             cifar_table,
@@ -432,9 +518,8 @@ def draw(path: Path = FIGURE) -> None:
             ax.spines[["top", "right"]].set_visible(False)
         task = tasks()["decoder"]
         finals = Records.load(RECORDS).of(task.name, REPORT, steps=task.steps)
-        racers = {"natural": ("ng.Natural", "tab:red"), "ng-muon": ("Muon", "tab:orange")}
-        racers |= {"ng-soap": ("SOAP", "tab:gray"), "adamw": ("AdamW", "tab:blue")}
-        for name, (title, colour) in racers.items():
+        for name in ("natural", "ng-muon", "ng-soap", "adamw"):
+            title, colour = RACERS[name]
             for at, run in enumerate(r for r in finals if r.run.optimizer == name):
                 label = title if at == 0 else None
                 left.plot(run.seconds, run.validation, color=colour, label=label, linewidth=0.9)
@@ -462,12 +547,57 @@ def draw(path: Path = FIGURE) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Up to six multiples of 1, 2 or 5 times a power of ten between two positive numbers, for a short logarithmic axis.
+
+    >>> _round_numbers(1.28, 1.81)
+    [1.3, 1.4, 1.5, 1.6, 1.7, 1.8]
+    """
+    units = (Fraction(digit) * Fraction(10) ** exponent for exponent in range(-6, 7) for digit in (1, 2, 5))
+    unit = next(unit for unit in units if math.floor(high / unit) - math.ceil(low / unit) < 6)
+    return [float(k * unit) for k in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
+
+
+def draw_rates(path: Path = RATES) -> None:
+    """Validation loss of the tuning runs against the learning rate, a panel for every network."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+
+    found = screens()
+    with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = figure.subplots(math.ceil(len(found) / 3), 3, squeeze=False, sharex=True).flatten()
+        for ax, (name, screen) in zip(axes, found.items(), strict=False):
+            ax.spines[["top", "right"]].set_visible(False)
+            for racer, losses in screen.losses.items():
+                title, colour = RACERS[racer]
+                points = {lr: loss for lr, loss in losses.items() if loss < math.inf}
+                ax.loglog(
+                    points.keys(), points.values(), "o-", color=colour, label=title, linewidth=0.9, markersize=2.5
+                )
+            ax.set_title(f"{SHORT_RACES[name]}, {screen.steps} steps")
+            low, high = ax.get_ylim()
+            ax.yaxis.set_major_locator(FixedLocator(_round_numbers(low, high)))
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_locator(NullLocator())
+            ax.xaxis.set_minor_formatter(NullFormatter())
+        for ax in axes[len(found) :]:
+            ax.set_visible(False)
+        figure.supxlabel("learning rate")
+        figure.supylabel("validation loss")
+        lines = {line.get_label(): line for ax in axes for line in ax.get_lines()}
+        figure.legend(handles=list(lines.values()), frameon=False, ncols=len(RACERS), loc="outside upper center")
+        figure.savefig(path, metadata={"Date": None})
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Write the pages."""
     parser = argparse.ArgumentParser(description="Generate README.md and the pages of docs/ that quote measurements.")
-    parser.add_argument("--figures", action="store_true", help="draw the figure of the README, too")
+    parser.add_argument("--figures", action="store_true", help="draw the figures of the README and the races, too")
     if parser.parse_args(arguments).figures:
         draw()
+        draw_rates()
     for path, text in pages().items():
         path.write_text(text)
         print(path.relative_to(ROOT))

@@ -185,7 +185,7 @@ def is_number(value: object, *, whole: bool = False) -> bool:
 
 def check_power(power: float, what: str) -> None:
     """A metric G has the points G^p, 0 ≤ p ≤ 1, of the geodesic from the identity to itself."""
-    if not isinstance(power, (int, float)) or not 0 <= power <= 1:
+    if isinstance(power, bool) or not isinstance(power, (int, float)) or not 0 <= power <= 1:
         raise ValueError(
             f"{what} must have a power between 0 and 1, got {power!r}: 1 is the natural gradient, 0 the gradient"
         )

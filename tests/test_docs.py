@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,10 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings], link
 
 
-def test_the_figure_of_the_readme_is_drawn_and_small(tmp_path: Path) -> None:
-    pages.draw(tmp_path / "training.svg")
-    assert (tmp_path / "training.svg").stat().st_size < 100_000
+@pytest.mark.parametrize("draw", [pages.draw, pages.draw_rates])
+def test_the_figures_of_the_pages_are_drawn_and_small(draw: Callable[[Path], None], tmp_path: Path) -> None:
+    draw(tmp_path / "figure.svg")
+    assert (tmp_path / "figure.svg").stat().st_size < 100_000
 
 
 def test_the_architecture_page_names_what_exists() -> None:

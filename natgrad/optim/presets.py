@@ -504,6 +504,10 @@ def SOAP(
     and not corrected for its start, so that the first steps are shorter; AdamW steps what it steps in ``Natural``, but
     matrices with one row or column.
 
+    Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
+    later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another
+    way, and take the steps of the joint batch only up to the choice of this basis.
+
     >>> import torch, natgrad as ng
     >>> from torch import nn
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
@@ -544,9 +548,13 @@ def Muon(
     """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
 
     Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
-    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch. A kernel
-    [o i *k] is the matrix [o i·k]; AdamW steps what it steps in ``Natural``. M and the other arguments are those of
-    ``Natural``, ``iteration`` is that of ``Polar``.
+    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch, up to
+    rounding in bfloat16. For matrices with both sides of 256 or more, other products compute the same iteration in less
+    time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up to 30 %: the iteration enlarges
+    rounding). Both are further than 10 % from UVᵀ, because five iterations do not converge; this one is no further from
+    it than torch's by more than 1 %. ``iteration="minimax"`` converges. A kernel [o i *k] is the matrix [o i·k]; AdamW
+    steps what it steps in ``Natural``. M and the other arguments are those of ``Natural``, ``iteration`` is that of
+    ``Polar``.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -108,6 +109,37 @@ def test_muon_takes_the_steps_of_torchs_muon_for_matrices_of_all_sizes(shape: tu
         ours.step()
         theirs.step()
     assert (linear.weight - hand).norm() < 0.005 * (hand - start).norm()
+
+
+@pytest.mark.parametrize(
+    ("smallest", "rank", "difference"),
+    [(1.0, None, 0.05), (1e-3, None, 0.05), (1.0, 16, 0.3)],
+    ids=["random", "decaying", "low-rank"],
+)
+@pytest.mark.parametrize("shape", [(256, 512), (512, 256), (384, 1536), (384, 384)])
+def test_for_large_matrices_muon_is_as_near_the_polar_factor_as_torchs(
+    shape: tuple[int, int], smallest: float, rank: int | None, difference: float
+) -> None:
+    """Both steps are P = UVᵀ up to errors: ‖ours − P‖ ≤ ‖torch's − P‖ + ‖P‖/100. P is by singular values.
+
+    Five quintics do not converge, so that both errors are above ‖P‖/10. Their products in bfloat16 are not the same
+    ones, so that the steps differ by ``difference``·‖P‖. Without the small singular values it is more, as the quintics
+    enlarge the rounding in their place.
+    """
+    U, σ, Vh = torch.linalg.svd(seeded(lambda: torch.randn(shape)).double(), full_matrices=False)
+    rank = rank or len(σ)
+    U, σ, Vh = U[:, :rank], σ[:rank], Vh[:rank]
+    g = ((U * (σ * torch.logspace(0.0, math.log10(smallest), rank, dtype=σ.dtype))) @ Vh).float()
+    linear, hand = nn.Linear(shape[1], shape[0], bias=False), nn.Parameter(torch.zeros(shape))
+    nn.init.zeros_(linear.weight)
+    linear.weight.grad, hand.grad = g.clone(), g.clone()
+    ng.Muon(linear, lr=1.0, weight_decay=0.0).step()
+    torch.optim.Muon([hand], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    P, unit = U @ Vh, 0.2 * max(shape) ** 0.5
+    ours, theirs = (-w.detach().double() / unit for w in (linear.weight, hand))
+    assert (ours - theirs).norm() < difference * P.norm()
+    assert (ours - P).norm() < (theirs - P).norm() + 0.01 * P.norm()
+    assert (theirs - P).norm() > 0.1 * P.norm()
 
 
 def test_the_parameters_that_adamw_steps_are_torchs_to_the_last_digits() -> None:

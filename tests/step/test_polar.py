@@ -1,5 +1,6 @@
 """Steepest descent in the spectral norm of a metric: Muon, and what it is in other metrics."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from tests import kronecker_oracle as kron
 from tests import oracle
 from tests.optim.states import alike
 from tests.optim.tasks import seeded
+from tests.pulled import POWERED, normal
 
 EXACT = ng.Polar(iteration="minimax")
 IDENTITY = ng.Diagonal(power=0)
@@ -95,6 +98,66 @@ def test_in_a_metric_it_is_the_polar_factor_between_its_half_powers(power: float
     root = (vectors * values.pow(-power / 2)) @ vectors.T
     v = polar(ω @ root) @ root
     torch.testing.assert_close(before - model.weight.detach(), 0.2 * 2.0 * 3**0.5 * v / v.norm())
+
+
+def level(G: Tensor, rank: int) -> Tensor:
+    """The leading eigenpairs, and what is left of the trace spread evenly: what powers of LowRank are powers of."""
+    values, vectors = torch.linalg.eigh(G)
+    lead = (vectors[:, -rank:] * values[-rank:]) @ vectors[:, -rank:].T
+    return lead + (G - lead).trace() / len(G) * torch.eye(len(G), dtype=G.dtype)
+
+
+def damped_metric(structure: str, layers: Sequence[kron.Layer], G: Tensor, λ: float) -> Tensor:
+    """What a structure keeps of G + λ, by the oracles."""
+    eye = torch.eye(len(G), dtype=G.dtype)
+    if structure == "Factored":
+        return kron.factored(layers, "expand", G, λ)
+    if structure == "EigenKronecker":
+        factors = [layer.factors("expand") for layer in layers]
+        bases = [(torch.linalg.eigh(S).eigenvectors, torch.linalg.eigh(A).eigenvectors) for S, A in factors]
+        return kron.ekfac(layers, bases, G) + λ * eye
+    blocks = [layer.index.reshape(-1).tolist() for layer in layers]
+    kept: dict[str, Callable[[], Tensor]] = {
+        "Dense": lambda: G,
+        "Kernel": lambda: G,
+        "BlockDense": lambda: oracle.block_diagonal(G, blocks),
+        "Diagonal": lambda: oracle.diagonal(G),
+        "LowRank": lambda: level(G, 3),
+        "Kronecker": lambda: kron.kfac(layers, "expand", G),
+    }
+    return kept[structure]() + λ * eye
+
+
+@pytest.mark.parametrize("power", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("structure", [*POWERED, "Factored"])
+def test_in_any_structure_it_is_the_polar_factor_between_its_half_powers(structure: str, power: float) -> None:
+    """v = G^-q P with q = p/2, where P has the polar factors of the matrices in G^-q ω; each as long as its factor.
+
+    Dense, LowRank and Kernel couple the two layers; no factor of the Kronecker product is the identity.
+    """
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False)).double())
+    x, t, λ = normal(30, 4), normal(30, 2, seed=1), 0.1
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().sum()
+
+    s = 2 * (model(x) - t).detach()[None]  # the cotangents of the loss, the root of the metric
+    G = oracle.dense(oracle.module_jacobian(model, x), oracle.empirical(model(x), t, loss))
+    root = oracle.damped_power(damped_metric(structure, kron.layers(model, x, s), G, λ), 0.0, 0.5 * power)
+    kind = POWERED["Kronecker" if structure == "Factored" else structure](power=power)
+    solver = ng.Factored() if structure == "Factored" else ng.Cholesky()
+    metric = ng.Empirical(loss)
+    opt = ng.NaturalGradient(model, metric, structure=kind, solver=solver, lr=1.0, damping=λ, step=EXACT)
+    opt.refresh(x, t)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(x).sin().sum().backward()  # any gradient
+    ω = oracle.flatten(p.grad for p in model.parameters() if p.grad is not None)
+    opt.step()
+    P = {name: polar(M) for name, M in oracle.unflatten(root @ ω, before).items()}
+    v = oracle.unflatten(root @ oracle.flatten(P.values()), before)
+    for name, p in model.named_parameters():
+        expected = 0.2 * max(p.shape) ** 0.5 * P[name].norm() * v[name] / v[name].norm()
+        torch.testing.assert_close(before[name] - p.detach(), expected, rtol=0.0, atol=1e-10)
 
 
 def test_no_step_of_that_norm_descends_more() -> None:

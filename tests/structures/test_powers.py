@@ -178,7 +178,7 @@ def test_averages_join_operators_of_one_power() -> None:
 
 
 @pytest.mark.parametrize("structure", POWERED)
-@pytest.mark.parametrize("power", [-0.1, 1.5, float("nan"), "half"])
+@pytest.mark.parametrize("power", [-0.1, 1.5, float("nan"), "half", True, False])
 def test_powers_outside_the_geodesic_are_refused(structure: str, power: Any) -> None:
     with pytest.raises(ValueError, match=rf"{structure}\(power=…\) must have a power between 0 and 1, got"):
         POWERED[structure](power=power)

@@ -30,13 +30,15 @@ class Times(nn.Module):
         return self.number * x
 
 
-def network(before: float = 1.0, after: float = 1.0) -> nn.Sequential:
+def network(before: float = 1.0, after: float = 1.0, bias: bool = False) -> nn.Sequential:
     """One function, whatever the units of the inputs and the outputs of its middle layer are."""
     torch.manual_seed(0)
-    layers = nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+    layers = nn.Linear(3, 4), nn.Linear(4, 4, bias=bias), nn.Linear(4, 2)
     model = nn.Sequential(layers[0], nn.Tanh(), Times(before), layers[1], Times(after), nn.Tanh(), layers[2]).double()
     with torch.no_grad():
         model.get_parameter("3.weight").div_(before * after)
+        if bias:
+            model.get_parameter("3.bias").div_(after)
     return model
 
 
@@ -120,10 +122,50 @@ def test_the_units_of_a_layer_do_not_matter(units: dict[str, float], structure: 
     (c,) = units.values()
     for solver in SOLVERS[structure]:
         kind = POWERED[structure](power=power)
-        v, w = (step(network(**of), kind, solver, 1.0, ng.Relative(EPSILON)) for of in ({}, units))
+        v, w = (step(network(**of, bias=False), kind, solver, 1.0, ng.Relative(EPSILON)) for of in ({}, units))
         for name in v:
             factor = c ** (1 - 2 * power) if name == "3.weight" else 1.0
             close(w[name], factor * v[name], 1e-9)
+
+
+APART: dict[str, Any] = {
+    "Diagonal": ng.Diagonal,
+    "Kronecker": lambda power: ng.Kronecker(bias="separate", power=power),
+    "EigenKronecker": lambda power: ng.EigenKronecker(bias="separate", power=power),
+    "diagonals": lambda power: ng.Kronecker(bias="separate", largest=1, power=power),
+}
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+@pytest.mark.parametrize("structure", APART)
+@pytest.mark.parametrize("units", [{"before": 5.0}, {"after": 0.2}], ids=["inputs", "outputs"])
+def test_the_units_of_a_layer_with_a_bias_of_its_own_do_not_matter(
+    units: dict[str, float], structure: str, power: float
+) -> None:
+    """Where the bias has its own block: the weight as above; the input 1 of the bias has no units, its g has."""
+    (c,) = units.values()
+    changed = {"3.weight", "3.bias"} if "after" in units else {"3.weight"}
+    for solver in SOLVERS.get(structure, SOLVERS["Kronecker"]):
+        kind = APART[structure](power=power)
+        v, w = (step(network(**of, bias=True), kind, solver, 1.0, ng.Relative(EPSILON)) for of in ({}, units))
+        for name in v:
+            factor = c ** (1 - 2 * power) if name in changed else 1.0
+            close(w[name], factor * v[name], 1e-9)
+
+
+@pytest.mark.parametrize("structure", ["BlockDense", "Kronecker", "EigenKronecker"])
+def test_beside_a_bias_in_one_block_the_units_of_the_inputs_matter_and_those_of_the_outputs_do_not(
+    structure: str,
+) -> None:
+    """The inputs (ca, 1) have other ratios than (a, 1); (cg)(a, 1)ᵀ is c times as large in all entries."""
+    kind, solver, c = POWERED[structure](), SOLVERS[structure][-1], 5.0
+    v, inputs, outputs = (
+        step(network(**of, bias=True), kind, solver, 1.0, ng.Relative(EPSILON))
+        for of in ({}, {"before": c}, {"after": c})
+    )
+    assert float((c * inputs["3.weight"] - v["3.weight"]).norm()) > 0.01 * float(v["3.weight"].norm())
+    for name in v:
+        close(outputs[name], v[name] / (c if name.startswith("3.") else 1.0), 1e-9)
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
