@@ -394,9 +394,10 @@ def Shampoo(
     The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
     it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step; AdamW steps what it steps
-    in ``Natural``, but matrices with one row or column, and with ``fallback=ng.Diagonal()`` nothing. A kernel [o i *k] has one factor for o and one for i, which its
-    offsets share, unless both have more than ``largest`` rows: then it is the matrix [o i·k]. ``fit="kl"`` is
-    KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other arguments are
+    in ``Natural``, but matrices with one row or column, and with ``fallback=ng.Diagonal()`` nothing. A kernel [o i *k]
+    has one factor for o and one for i, which its offsets share, unless both have more than ``largest`` rows: then it is
+    the matrix [o i·k]. ``fit="kl"`` is KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL
+    divergence. The other arguments are
     those of ``Natural``.
 
     >>> import torch, natgrad as ng

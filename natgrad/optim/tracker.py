@@ -269,6 +269,7 @@ class MetricTracker:
     ) -> None:
         self._queried = queried
         self.schedule, self.generator = schedule, generator
+        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self.optional, self.declared = optional, observer  # ``declared``: before parameters are left out
         self.structure = schedule.structure
         self.world = World() if world is None else world
@@ -877,7 +878,7 @@ class MetricTracker:
     def use_observer(self, observer: Observer, left: frozenset[str]) -> None:
         """Go on with an observer of the parameters that are not ``left`` out."""
         self.observer, self.model, self.left = observer, observer.model, left
-        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
+        self._metric_of_pass = observer.output_metric
         self._recorders = {
             eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
         }

@@ -357,13 +357,7 @@ def test_a_scaler_that_skips_a_step_leaves_the_state() -> None:
     assert alike(whole(opt)["state"], before)
 
 
-def test_what_is_no_fallback_is_refused() -> None:
-    for fallback in ("sgd", ng.Diagonal()):
-        model = text()
-        group = {"params": model.head.parameters(), "fallback": fallback}
-        for options in ({"fallback": fallback}, {"groups": [group]}):
-            with pytest.raises(ValueError, match=r'is "adamw" or None, got .*Kronecker\(fallback=…\)'):
-                made(model, **options)
+def test_a_model_without_matrices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"leaves no parameter for the metric: use torch\.optim\.AdamW"):
         made(nn.Embedding(3, 2))
 
