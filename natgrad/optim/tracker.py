@@ -252,7 +252,7 @@ class MetricTracker:
     ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
     all parameters, also those that the optimizer steps without a metric. ``queried``: whether the step rule asks about
     the batch (``batch_queries``), so that the random state of its pass is kept. ``optional``: parameters that have no
-    metric if the first pass that is estimated shows no layer rule for them; from then on they are in ``left``.
+    metric if the first pass that is estimated uses them without a layer rule; from then on they are in ``left``.
     """
 
     def __init__(
@@ -843,8 +843,8 @@ class MetricTracker:
             return observer.assemble(
                 batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged, optional=self._undecided
             )
-        except NoRuleError as found:
-            self._leave(found)
+        except NoRuleError as uncovered:
+            self._leave(uncovered.reasons)
         params, blocks = self.model.params, self.observer.blocks
         modules = {module for block in blocks for module in block.owners}
         uses = tuple(use for use in tape.uses if use.module in modules)
@@ -857,8 +857,8 @@ class MetricTracker:
         """The pullback at a batch, by a pass of our own."""
         try:
             return self.observer.of(batch, averaged=self._averaged, optional=self._undecided)
-        except NoRuleError as found:
-            self._leave(found)
+        except NoRuleError as uncovered:
+            self._leave(uncovered.reasons)
         return self.observer.of(replace(batch, model=self.model), averaged=self._averaged)
 
     @property
@@ -866,11 +866,11 @@ class MetricTracker:
         """The parameters that are left out if this pass shows no layer rule for them: an average keeps its layers."""
         return frozenset() if self._averaged or self._in_backward else self.optional - self.left
 
-    def _leave(self, found: NoRuleError) -> None:
-        """Go on without the parameters that no layer rule covers."""
-        names, why = frozenset(found.reasons), "; ".join(dict.fromkeys(found.reasons.values()))
-        if found.used and isinstance(self.structure, Layered) and self.structure.strict:
-            raise UncoveredError(_STRICT.format(listed(sorted(found.used)), why))
+    def _leave(self, reasons: Mapping[str, str]) -> None:
+        """Go on without these parameters, which no layer rule covers, for these reasons."""
+        names, why = frozenset(reasons), "; ".join(dict.fromkeys(reasons.values()))
+        if isinstance(self.structure, Layered) and self.structure.strict:
+            raise UncoveredError(_STRICT.format(listed(sorted(names)), why))
         if len(names) == len(self.model.params):
             raise UncoveredError(_NONE_LEFT.format(listed(sorted(names)), why))
         self.use_observer(self.observer.without(names), self.left | names)

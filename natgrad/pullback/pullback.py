@@ -481,7 +481,6 @@ _FLATTENED = (
 )
 _WITHOUT = "{} have no layer rule and are differentiated example by example, which is slow: {}."
 _LEFT = "{} have no layer rule, and AdamW steps them: {}."
-_NOT_USED = "no pass had used them when the metric was first estimated. Begin with a pass that uses them"
 
 
 class OperationsNeededError(Exception):
@@ -489,14 +488,14 @@ class OperationsNeededError(Exception):
 
 
 class NoRuleError(Exception):
-    """Control flow: no layer rule covers these ``optional`` parameters. Make the pullback without them.
+    """Control flow: the pass uses these ``optional`` parameters, and no layer rule covers them: leave them out.
 
-    ``reasons``: why, by name; ``used``: those that the pass used.
+    ``reasons``: why, by name.
     """
 
-    def __init__(self, reasons: Mapping[str, str], used: frozenset[str]) -> None:
+    def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(", ".join(reasons))
-        self.reasons, self.used = reasons, used
+        self.reasons = reasons
 
 
 def pullback(
@@ -632,7 +631,7 @@ class Observer:
 
         ``fleeting``: the pullback is used at once, so y need not be copied. ``averaged``: what the examples of the
         outputs are has been decided, because an average over earlier passes exists. ``optional``: parameters that are
-        left out, by ``NoRuleError``, if no layer rule covers them.
+        left out, by ``NoRuleError``, if the pass uses them and no layer rule covers them.
         """
         # Under autocast, outputs and cotangents are in half precision; factors are in single precision or better. A
         # copy, because the user may change the outputs in place.
@@ -668,8 +667,9 @@ class Observer:
                 hint = "return outputs [n t *out] with the examples first"
             hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
             layers.reasons.update({name: reason + hint for name, reason in layers.reasons.items()})
-        if optional:
-            self._leave_out(layers, optional)
+        if left := {name: reason for name, reason in layers.reasons.items() if name in optional}:
+            self._log_uncovered(left, _LEFT)
+            raise NoRuleError(left)
         if tape.operations is not None and layers.bare:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
@@ -715,15 +715,6 @@ class Observer:
         if left.keys() - status.unused.keys():
             status = replace(status, unused={**left, **status.unused})
         return PassLayers(tape, blocks, status, bare, reasons)
-
-    def _leave_out(self, layers: PassLayers, optional: Collection[str]) -> None:
-        """Raise ``NoRuleError`` if some of the ``optional`` parameters have no rule in this pass."""
-        bare = (name for block in layers.status.unused.values() if block.rule is None for name in block.names)
-        reasons = {**dict.fromkeys(bare, _NOT_USED), **layers.reasons}
-        left = {name: reason for name, reason in reasons.items() if name in optional}
-        if left:
-            self._log_uncovered({name: left[name] for name in left if name in layers.reasons}, _LEFT)
-            raise NoRuleError(left, frozenset(layers.reasons).intersection(left))
 
     def _log_uncovered(self, reasons: Mapping[str, str], sentence: str = _WITHOUT) -> None:
         """Log once which parameters have no rule, and for what ``reasons``, by name."""

@@ -89,8 +89,10 @@ def test_what_has_no_rule_is_stepped_by_adamw_and_the_others_as_if_a_group_had_s
             backward(m, step)
         assert model.dark.grad is not None
         copy.grad = model.dark.grad.clone()
-        for each in (opt, said, adamw, *schedules):
-            each.step()
+        for optimizer in (opt, said, adamw):
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
         torch.testing.assert_close(model.dark, copy, rtol=1e-12, atol=1e-14)
         for what, mine in values(model).items():
             torch.testing.assert_close(mine, values(told)[what], rtol=1e-12, atol=1e-14)
@@ -127,7 +129,12 @@ def test_nothing_is_differentiated_example_by_example(
     """A step goes back through it as often as where a group gives it to AdamW, and more often where it has a metric."""
     calls: list[int] = []
     pulled = Opaque.backward
-    monkeypatch.setattr(Opaque, "backward", staticmethod(lambda ctx, *g: calls.append(1) or pulled(ctx, *g)))
+
+    def counted(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return pulled(ctx, *g)
+
+    monkeypatch.setattr(Opaque, "backward", staticmethod(counted))
 
     def passes(**group: Any) -> int:
         model = mixed()
@@ -140,7 +147,9 @@ def test_nothing_is_differentiated_example_by_example(
     mine = passes()
     assert "dark have no layer rule, and AdamW steps them: they are read by OpaqueBackward" in caplog.text
     assert "slow" not in caplog.text
-    assert mine == passes(fallback="adamw") < passes(fallback=None)
+    assert mine == passes(fallback="adamw")
+    if name != "natural_empirical":  # its rows are in the user's own pass
+        assert mine < passes(fallback=None)
 
 
 def test_the_plan_says_before_the_first_pass_what_becomes_of_them() -> None:
@@ -273,18 +282,13 @@ class Late(nn.Module):
         return self.last(h if self.steps == 1 else opaque(h, self.dark))
 
 
-def test_one_that_a_later_pass_uses_for_the_first_time_is_stepped_by_adamw() -> None:
+def test_one_that_a_later_pass_uses_for_the_first_time_is_in_the_structure() -> None:
+    """An average keeps its structure; by then there is one."""
     model = seeded(lambda: Late().double())
-    opt, copy = MAKES["kfac"](model), nn.Parameter(model.dark.detach().clone())
-    adamw = torch.optim.AdamW([copy], lr=0.1, betas=BETAS, weight_decay=0.0)
-    for step in range(3):
-        opt.zero_grad()
-        backward(model, step)
-        copy.grad = None if model.dark.grad is None else model.dark.grad.clone()
-        opt.step()
-        adamw.step()
-    torch.testing.assert_close(model.dark, copy, rtol=1e-12, atol=1e-14)
-    assert adamw.state[copy]["step"] == 2
+    opt, before = MAKES["kfac"](model), model.dark.detach().clone()
+    train(model, opt, range(3))
+    assert "Diagonal (fallback)" in str(opt.plan())
+    assert not torch.equal(model.dark, before)
 
 
 # A structure as the fallback.
@@ -337,8 +341,7 @@ def test_where_a_structure_makes_no_sense_the_error_says_why() -> None:
     with pytest.raises(IncompatibleError, match=r"Polar is for matrices, .* first\.bias, last\.bias"):
         ng.Natural(model, fallback=ng.Diagonal())
     with pytest.raises(ValueError, match=r"fallback=Diagonal\(\), and Kronecker\(.*BlockDense.* leave one of them out"):
-        two = ng.Kronecker(fallback=ng.BlockDense())
-        ng.NaturalGradient(model, EXACT, structure=two, fallback=ng.Diagonal())
+        ng.NaturalGradient(model, EXACT, structure=ng.Kronecker(fallback=ng.BlockDense()), fallback=ng.Diagonal())
     with pytest.raises(ValueError, match=r"cannot be averaged over time: use Diagonal\(\)"):
         ng.EKFAC(model, EXACT, fallback=ng.Kernel())
 
