@@ -148,7 +148,7 @@ def test_nothing_is_differentiated_example_by_example(
     assert "dark have no layer rule, and AdamW steps them: they are read by OpaqueBackward" in caplog.text
     assert "slow" not in caplog.text
     assert mine == passes(fallback="adamw")
-    if name != "natural_empirical":  # its rows are in the user's own pass
+    if name != "natural_empirical":  # there the diagonal is that of the gradients
         assert mine < passes(fallback=None)
 
 
