@@ -291,6 +291,33 @@ def test_one_that_a_later_pass_uses_for_the_first_time_is_in_the_structure() -> 
     assert not torch.equal(model.dark, before)
 
 
+class Flattened(nn.Module):
+    """Attention, and a matrix that no rule covers; the outputs of all positions are rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dark, self.last = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 5)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n·t 5] of x [n t 3]."""
+        h = self.first(x)
+        return self.last(opaque(self.attention(h, h, h)[0], self.dark)).flatten(0, 1)
+
+
+@pytest.mark.parametrize("metric", [ng.Fisher(ng.Categorical()), nn.CrossEntropyLoss()], ids=["Fisher", "loss"])
+def test_flattened_outputs_are_still_found_and_one_matrix_is_left(metric: Any) -> None:
+    """Read as examples, rows of one sequence depend on each other, and no layer below attention would have a rule."""
+    model = seeded(lambda: Flattened().double())
+    opt = ng.KFAC(model, metric, fallback="adamw")
+    nn.functional.cross_entropy(model(normal(6, 7, 3)), torch.arange(42) % 5).backward()
+    opt.step()
+    rules = {name: row.rule for row in opt.plan().rows for name in row.names}
+    assert rules["first.weight"] == rules["last.weight"] == "Linear"
+    left = ["dark", "first.bias", "last.bias", "attention.in_proj_bias", "attention.out_proj.bias"]
+    assert opt.plan().notes[-1] == f"AdamW steps {', '.join(left)}"
+
+
 # A structure as the fallback.
 
 
