@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate import fused
-from natgrad.model import Model
+from natgrad.errors import IncompatibleError
+from natgrad.model import Model, check_slots
+from natgrad.structures.base import Structure
+from natgrad.structures.diagonal import Diagonal
+from natgrad.structures.layered import Layered
+from natgrad.structures.refresh import Refresh
 
-Fallback: TypeAlias = Literal["adamw"] | None
+Fallback: TypeAlias = Structure | Literal["adamw"] | None
 Members: TypeAlias = Sequence[Sequence[tuple[str, Tensor]]]  # names and parameters of every group
 
 _log = logging.getLogger("natgrad")
@@ -20,13 +26,13 @@ _BETAS, _EPSILON = (0.9, 0.95), 1e-8
 
 
 def without_metric(
-    model: Model, groups: Iterable[Mapping[str, Any]], fallback: Fallback, *, of_gradients: bool, polar: bool
+    model: Model, groups: Iterable[Mapping[str, Any]], adamw: bool, *, of_gradients: bool, polar: bool
 ) -> tuple[list[dict[str, Any]], frozenset[str], frozenset[str]]:
     """The parameter groups without their "fallback", the names of the parameters that AdamW steps, and of those that it
-    would step if the metric did not see them.
+    would step if the metric did not see them, or no layer rule covered them.
 
-    A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
-    the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes or no entry, and the weights of
+    A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, if
+    ``adamw`` is the fallback of the optimizer, it has those with fewer than two axes or no entry, and the weights of
     embeddings. ``of_gradients``: the metric sees gradients alone, and ``polar``: the steps are polar factors. In both
     cases it also has parameters with three axes outside of ``nn.Conv1d``: they may be stacks of matrices [e i o], as
     those of experts. With polar factors it also has matrices with one row or one column, if there are others: they are
@@ -37,9 +43,10 @@ def without_metric(
     chosen, backed, vectors = set[str](), set[str](), set[str]()
     plain: list[dict[str, Any]] = []
     for group in groups:
-        check_fallback(group.get("fallback", fallback))
         all_of_it = "fallback" in group
-        if group.get("fallback", fallback) == "adamw":
+        if all_of_it:
+            _check_group(group["fallback"])
+        if group["fallback"] == "adamw" if all_of_it else adamw:
             no_matrix = {id(p) for p in group["params"] if p.ndim < 2 or not p.numel()} | embeddings
             stacks = [p for p in group["params"] if (of_gradients or polar) and p.ndim == 3 and id(p) not in kernels]
             no_matrix |= {id(p) for p in stacks}
@@ -63,12 +70,35 @@ def without_metric(
     return plain, frozenset(chosen), frozenset(backed - chosen)
 
 
-def check_fallback(fallback: object) -> None:
-    """Refuse what is no optimizer; the structures have their own fallback."""
+def with_fallback(structure: Structure, fallback: Fallback) -> Structure:
+    """The structure, with the ``fallback`` of the optimizer for the parameters without a layer rule if it is one."""
+    if fallback is None or fallback == "adamw":
+        return structure
+    if isinstance(fallback, type):
+        check_slots(fallback=(fallback, Structure))
+    if not isinstance(fallback, Structure):
+        raise ValueError(
+            'fallback= is "adamw", the structure of parameters without a layer rule (Diagonal() or BlockDense()), or '
+            f"None, got {fallback!r}"
+        )
+    inner = structure.structure if isinstance(structure, Refresh) else structure
+    if not isinstance(inner, Layered):
+        raise IncompatibleError(
+            f"fallback={fallback!r} is for parameters without a layer rule, and {inner!r} is one structure for all "
+            'parameters: use Kronecker or EigenKronecker, or fallback="adamw"'
+        )
+    if inner.fallback not in (Diagonal(), fallback):
+        raise ValueError(f"fallback={fallback!r}, and {inner!r} has another one: leave one of them out")
+    inner = replace(inner, fallback=fallback)
+    return replace(structure, structure=inner) if isinstance(structure, Refresh) else inner
+
+
+def _check_group(fallback: object) -> None:
+    """Refuse what is no fallback of a group: a structure is that of the whole optimizer."""
     if fallback is not None and fallback != "adamw":
         raise ValueError(
-            f'fallback= of an optimizer or a parameter group is "adamw" or None, got {fallback!r}; a structure for '
-            "parameters without a layer rule belongs to the structure, Kronecker(fallback=…)"
+            f'"fallback" of a parameter group is "adamw" or None, the metric, got {fallback!r}: a structure for '
+            "parameters without a layer rule is for all groups, fallback= of the optimizer or Kronecker(fallback=…)"
         )
 
 

@@ -82,6 +82,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "unreached": sorted(tracker.unreached),
         "operations": tracker.observer.cache.operations.state(),
         "examples": tracker.model.examples,
+        "left": sorted(tracker.left),
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": number_of(preconditioner.damping),
@@ -134,10 +135,18 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     if freshness is not None:
         check_entries(freshness, _FRESHNESS, 'the "freshness" of the state')
         check_finite("the freshness", {"sketch": freshness["sketch"]})
+    left = frozenset(state.get("left", ()))
+    if not left <= tracker.optional:
+        names = ", ".join(sorted(left - tracker.optional))
+        raise ValueError(
+            f"this is the state of another optimizer: AdamW steps {names}, which no layer rule covered, and here it "
+            f'has a metric. Give fallback="adamw". {_NOTHING}'
+        )
+    observer = tracker.observer if left == tracker.left else tracker.declared.without(left)
+    model, solver = observer.model, preconditioner.solver
     if "guess" in state["inverse"]:  # what an iterative solver starts from is over all parameters
-        _check_shape("guess of the inverse of the metric", state["inverse"]["guess"], (tracker.model.size,))
+        _check_shape("guess of the inverse of the metric", state["inverse"]["guess"], (model.size,))
     check_generator(state["generator"], tracker.generator)
-    model, observer, solver = tracker.model, tracker.observer, preconditioner.solver
     example, λ = model.example, like(preconditioner.damping, state["inverse_damping"])
     dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
 
@@ -166,6 +175,8 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         inverse = inverse or preconditioner.world.inverse(solver, G, λ, warm=saved)
 
     def go_on() -> None:
+        if observer is not tracker.observer:
+            tracker.use_observer(observer, left)
         if state.get("examples") == "inputs":  # of outputs that were found to be flattened
             tracker.use_model(replace(model, examples="inputs"))
         observer.cache.operations.put(layers, observer.blocks)
@@ -188,13 +199,13 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
 
 def _signature(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
     """What must be the same for a state to mean the same. How many samples estimate the metric does not matter."""
-    observer = tracker.observer
+    observer = tracker.declared
     declared = observer.cache.operations.declared(observer.blocks)  # whatever operations have shown since
     return {
         "metric": in_words(tracker.metric.unsampled()),
         "structure": _without_power(tracker.structure),
         "damping": "relative" if isinstance(preconditioner.damping, Relative) else "absolute",
-        "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
+        "parameters": {name: list(p.shape) for name, p in observer.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in declared},
     }
 

@@ -20,7 +20,7 @@ from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative, number_of
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
-from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, check_fallback, without_metric
+from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, with_fallback, without_metric
 from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
 from natgrad.optim.distributed import refuse_sharded, world_of
 from natgrad.optim.loss_check import LossCheck
@@ -87,11 +87,13 @@ class NaturalGradient(torch.optim.Optimizer):
     ``repr(opt)`` say so, and the logger "natgrad" does at construction.
 
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. With
-    ``fallback="adamw"`` parameters with fewer than two axes (gains, biases) and the weights of embeddings are stepped
-    by AdamW, with the learning rate and the weight decay of their group. The metric covers the other parameters, among
-    them a head that is not tied to an embedding. With ``BatchGradient()`` or ``Polar``, AdamW also steps parameters
-    with three axes outside of ``nn.Conv1d``, which may be stacks of matrices (experts). A group may choose otherwise
-    for all of its parameters, ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``.
+    ``fallback="adamw"`` parameters with fewer than two axes (gains, biases), the weights of embeddings, and what the
+    first forward pass shows no layer rule for, are stepped by AdamW, with the learning rate and the weight decay of
+    their group. The metric covers the other parameters, among them a head that is not tied to an embedding. With
+    ``BatchGradient()`` or ``Polar``, AdamW also steps parameters with three axes outside of ``nn.Conv1d``, which may be
+    stacks of matrices (experts). A group may choose otherwise for all of its parameters,
+    ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. A ``fallback`` that is a structure
+    is that of ``Kronecker(fallback=…)``: parameters without a layer rule are kept in it, and AdamW steps none.
     ``opt.last`` and rules that evaluate the loss cover the parameters of the metric only. ``rules``: layer rules for
     your own modules. ``output``: a function that extracts the output tensor from what the model returns.
     ``examples="inputs"``: the model flattens its outputs over positions, [n·t *out], and the examples are the n rows of
@@ -156,10 +158,13 @@ class NaturalGradient(torch.optim.Optimizer):
         wrapping = unwrapped(model)
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
-        check_fallback(fallback)
         of_gradients = metric.source == "gradients"
         given, by_adamw, backed = without_metric(
-            whole, complete(whole, groups), fallback, of_gradients=of_gradients, polar=isinstance(step, Polar)
+            whole,
+            complete(whole, groups),
+            fallback == "adamw",
+            of_gradients=of_gradients,
+            polar=isinstance(step, Polar),
         )
         super().__init__(given, numbers)
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
@@ -170,6 +175,7 @@ class NaturalGradient(torch.optim.Optimizer):
             solver=(solver, Solver),
             step=(step, StepRule),
         )
+        structure = with_fallback(structure, fallback)
         step.admit(wrapped.params)
         refuse_two_momenta(step, self.param_groups)
         if step.adapts_damping and isinstance(damping, Relative):
@@ -187,12 +193,14 @@ class NaturalGradient(torch.optim.Optimizer):
             blocks = structure.gradient_blocks(blocks)
         elif metric.source == "backward":
             schedule.structure.check_backward()
-        observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
+        observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
         self.rule, self.momentum_on = step, momentum_on
         scale_free = isinstance(step, Normalised | Polar)
         check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
         queried = not isinstance(step, PlainRule)
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check, queried)
+        ruled = not of_gradients and schedule.structure.uncovered() is not None  # rules matter
+        optional = backed if ruled else frozenset()
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check, queried, optional)
         self.preconditioner = Preconditioner(
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )
@@ -201,10 +209,10 @@ class NaturalGradient(torch.optim.Optimizer):
         self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)
         self._params = whole.params
         names = {id(p): name for name, p in whole.params.items()}
-        of_groups = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
-        self._members = [[(name, p) for name, p in pairs if name not in by_adamw] for pairs in of_groups]
-        self._members_of_adamw = [[(name, p) for name, p in pairs if name in by_adamw] for pairs in of_groups]
-        self._backed, self._strict = backed, strict  # ``backed``: by AdamW, where the metric does not see them
+        self._of_groups: Members = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
+        self._divided: tuple[frozenset[str] | None, Members, Members] = (None, (), ())  # see ``_division``
+        self._by_adamw, self._strict = by_adamw, strict
+        self._backed = backed  # by AdamW, where the metric does not see them
         self._zeros: dict[str, Tensor] = {}  # gradients of parameters that the metric does not see
         self._last: Step | _Plain | None = None
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
@@ -405,10 +413,22 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _update(self, without_grad: frozenset[str], rates: Sequence[Rate] | None = None) -> ParamUpdate:
         groups, on = self.param_groups, self.momentum_on
-        return ParamUpdate(groups, self._members, self.state, momentum_on=on, without_grad=without_grad, rates=rates)
+        members = self._division[0]
+        return ParamUpdate(groups, members, self.state, momentum_on=on, without_grad=without_grad, rates=rates)
 
     def _adamw(self) -> AdamWUpdate:
         return AdamWUpdate(self.param_groups, self._adamw_members, self.state)
+
+    @property
+    def _division(self) -> tuple[Members, Members]:
+        """By group, the parameters that have a metric, and those of the fallback, also for want of a layer rule."""
+        left, members, of_adamw = self._divided
+        if left != self.tracker.left:
+            names = self._by_adamw | self.tracker.left
+            members = [[pair for pair in pairs if pair[0] not in names] for pairs in self._of_groups]
+            of_adamw = [[pair for pair in pairs if pair[0] in names] for pairs in self._of_groups]
+            self._divided = self.tracker.left, members, of_adamw
+        return members, of_adamw
 
     @property
     def _adamw_members(self) -> Members:
@@ -417,9 +437,10 @@ class NaturalGradient(torch.optim.Optimizer):
         It takes over the parameters that the loss does not reach through the outputs (``tracker.outside``).
         """
         taken = self.tracker.outside & self._backed
+        members, of_adamw = self._division
         if not taken:
-            return self._members_of_adamw
-        pairs = zip(self._members_of_adamw, self._members, strict=True)
+            return of_adamw
+        pairs = zip(of_adamw, members, strict=True)
         return [[*by_adamw, *(pair for pair in others if pair[0] in taken)] for by_adamw, others in pairs]
 
     def _graph_key(self) -> Hashable:
@@ -597,11 +618,12 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _fill(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Put zeros where the first step would put momentum, into the states of parameters without momentum."""
-        for group, members in zip(self.param_groups, self._members, strict=True):
+        of_metric, of_adamw = self._division
+        for group, members in zip(self.param_groups, of_metric, strict=True):
             for name, p in members:
                 if group["momentum"] and "momentum" not in states[name]:
                     states[name]["momentum"] = torch.zeros_like(p, requires_grad=False)
-        for name, p in (pair for members in self._members_of_adamw for pair in members):
+        for name, p in (pair for members in of_adamw for pair in members):
             begin_moments(states[name], p)
 
     def _prepared(self) -> bool:

@@ -79,8 +79,9 @@ def KFAC(
 
     ``sharing``, ``fallback``, ``strict`` and ``largest`` are arguments of ``Kronecker``: parameters that no layer rule
     covers have the structure ``fallback``, and of factors with more than ``largest`` rows only the diagonal is kept.
-    With ``fallback="adamw"`` AdamW steps embeddings, gains and biases. ``strict=True`` also raises an error if the
-    first step trains another loss than the one given. ``NaturalGradient`` describes the other arguments.
+    With ``fallback="adamw"`` AdamW steps embeddings, gains, biases, and parameters that no layer rule covers.
+    ``strict=True`` also raises an error if the first step trains another loss than the one given. ``NaturalGradient``
+    describes the other arguments.
 
     ``metric``: a metric, or the loss that is trained. A loss is replaced by ``metric_of(loss, samples=1)``, which has
     the same reduction. A metric is a mean over the examples and a sum over the terms of an example: if the loss is a
@@ -100,12 +101,11 @@ def KFAC(
     ...     nn.functional.cross_entropy(model(x), t).backward()
     ...     opt.step()
     """
-    below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
         metric_of(metric, samples=1),
         structure=_schedule(
-            Kronecker(sharing, below, strict, largest), step, metric_every, inverse_every, early, decay
+            Kronecker(sharing, strict=strict, largest=largest), step, metric_every, inverse_every, early, decay
         ),
         solver=Factored(_newton(model)) if solver is None else solver,
         step=step,
@@ -115,7 +115,7 @@ def KFAC(
         momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
-        fallback=optimizer,
+        fallback=fallback,
         rules=rules,
         output=output,
         examples=examples,
@@ -160,12 +160,11 @@ def EKFAC(
     the eigenbasis of the first micro-batch, later ones in that of all examples so far. To make the first step exact,
     call ``opt.refresh(x)`` with the joint batch before it.
     """
-    below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
         metric_of(metric, samples=1),
         structure=_schedule(
-            EigenKronecker(sharing, below, strict, largest), step, metric_every, inverse_every, early, decay
+            EigenKronecker(sharing, strict=strict, largest=largest), step, metric_every, inverse_every, early, decay
         ),
         solver=solver,
         step=step,
@@ -175,7 +174,7 @@ def EKFAC(
         momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
-        fallback=optimizer,
+        fallback=fallback,
         rules=rules,
         output=output,
         examples=examples,
@@ -291,6 +290,7 @@ def Natural(
     early: bool = True,
     sharing: Literal["expand", "reduce"] = "expand",
     largest: int = LARGEST,
+    fallback: Structure | Literal["adamw"] | None = "adamw",
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
@@ -312,7 +312,9 @@ def Natural(
     scale of AdamW's. Embeddings, vectors (also matrices with one row or one column) and parameters with three axes
     outside of ``nn.Conv1d`` are stepped by AdamW with the same learning rate, schedule and weight decay, and β = (0.9,
     0.95). Leave a wide softmax to AdamW as well, such as the head of a language model:
-    ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
+    ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``. With a ``metric`` on the outputs AdamW also
+    steps what no layer rule covers. ``fallback=ng.Diagonal()`` leaves nothing to AdamW, and keeps what has no factors,
+    such as vectors, in that structure: it needs ``polar=False``, since a vector has no polar factor.
 
     Tune ``lr``, in a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no layer rule and no loss is
     needed.
@@ -358,7 +360,7 @@ def Natural(
         momentum_on="gradients",
         weight_decay=weight_decay,
         groups=groups,
-        fallback="adamw",
+        fallback=fallback,
         rules=rules,
         output=output,
         examples=examples,
@@ -383,6 +385,7 @@ def Shampoo(
     inverse_every: int | Literal["fresh"] = 10,
     early: bool = True,
     largest: int = LARGEST,
+    fallback: Structure | Literal["adamw"] | None = "adamw",
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -391,9 +394,10 @@ def Shampoo(
     The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
     it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step; AdamW steps what it steps
-    in ``Natural``, but matrices with one row or column. A kernel [o i *k] has one factor for o and one for i, which its
-    offsets share, unless both have more than ``largest`` rows: then it is the matrix [o i·k]. ``fit="kl"`` is
-    KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL divergence. The other arguments are
+    in ``Natural``, but matrices with one row or column, and with ``fallback=ng.Diagonal()`` nothing. A kernel [o i *k]
+    has one factor for o and one for i, which its offsets share, unless both have more than ``largest`` rows: then it is
+    the matrix [o i·k]. ``fit="kl"`` is KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL
+    divergence. The other arguments are
     those of ``Natural``.
 
     >>> import torch, natgrad as ng
@@ -414,7 +418,7 @@ def Shampoo(
         momentum_on="gradients",
         weight_decay=weight_decay,
         groups=groups,
-        fallback="adamw",
+        fallback=fallback,
         memory=memory,
     )
 
@@ -491,6 +495,7 @@ def SOAP(
     basis_every: int = 10,
     early: bool = True,
     largest: int = LARGEST,
+    fallback: Structure | Literal["adamw"] | None = "adamw",
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -530,7 +535,7 @@ def SOAP(
         momentum_on="gradients",
         weight_decay=weight_decay,
         groups=groups,
-        fallback="adamw",
+        fallback=fallback,
         memory=memory,
     )
 
@@ -543,6 +548,7 @@ def Muon(
     momentum: float = 0.95,
     rms: float = 0.2,
     iteration: Literal["muon", "minimax"] = "muon",
+    fallback: Literal["adamw"] | None = "adamw",
     groups: Iterable[dict[str, Any]] = (),
 ) -> NaturalGradient:
     """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
@@ -570,7 +576,7 @@ def Muon(
         momentum_on="gradients",
         weight_decay=weight_decay,
         groups=groups,
-        fallback="adamw",
+        fallback=fallback,
     )
 
 
@@ -578,11 +584,6 @@ def _newton(model: nn.Module) -> Newton | None:
     """Newton's iteration for the inverses, where matrix products are much faster than factorisations."""
     p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # NaturalGradient refuses the rest
     return Newton() if p is not None and prefers_newton(p) else None
-
-
-def _fallbacks(fallback: Structure | Literal["adamw"]) -> tuple[Structure, Literal["adamw"] | None]:
-    """The fallback of the structure, and that of the optimizer."""
-    return (_DIAGONAL, "adamw") if fallback == "adamw" else (fallback, None)
 
 
 def _schedule(

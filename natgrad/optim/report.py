@@ -22,7 +22,7 @@ from natgrad.pullback.operation_layers import is_operation
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
 from natgrad.structures.base import Cost, LayerSpectrum
-from natgrad.structures.layered import LATE
+from natgrad.structures.layered import LATE, Layered
 from natgrad.structures.refresh import Refresh
 
 _PENDING = "found at the first pass"
@@ -273,6 +273,12 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     if ruled and unseen:
         lines.append(f"the outputs do not depend on {', '.join(n for n in tracker.model.params if n in unseen)}")
     uncovered = [name for name in result.uncovered if name not in unseen]
+    optional = [name for name in uncovered if fresh and name in tracker.optional]
+    if optional:
+        end = "strict=True refuses them" if isinstance(structure, Layered) and structure.strict else "AdamW steps them"
+        names = ", ".join(optional)
+        lines.append(f"the rule of {names} is {_PENDING}, from the operations that use them; if there is none, {end}")
+    uncovered = [name for name in uncovered if name not in optional]
     if ruled and uncovered and then is not None:
         names = ", ".join(uncovered)
         if structure.by_layer:

@@ -27,9 +27,10 @@ from natgrad.accelerate.devices import (
 )
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError
+from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
+from natgrad.log import listed
 from natgrad.model import (
     Arguments,
     Inputs,
@@ -47,11 +48,12 @@ from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
 from natgrad.pullback.gradient import GradientSample
-from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
+from natgrad.pullback.pullback import Batch, NoRuleError, Observer, OperationsNeededError, Pullback
 from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import BackwardEstimate, Operator
 from natgrad.structures.identity import constant
+from natgrad.structures.layered import Layered
 from natgrad.structures.refresh import Refresh
 
 NOTHING_SEEN = (
@@ -113,6 +115,18 @@ _TERMS = (
 _NOT_COMPILED = (
     "an optimizer of natgrad looks at the inputs of this call. With fullgraph=True compile the model by "
     "torch.compile(model) and give the compiled model to the optimizer"
+)
+_STRICT = (
+    "no layer rule covers {}, and strict=True: {}. Pass rules=[…] with a rule for their module, or let AdamW step them "
+    "with strict=False"
+)
+_NONE_LEFT = (
+    'no layer rule covers {}, and fallback="adamw" leaves no parameter for the metric: {}. Pass rules=[…] with a rule '
+    'for their module, use torch.optim.AdamW, or a fallback= that is a structure, or groups with "fallback": None'
+)
+_UNLIKE = (
+    "some processes have found a layer rule for {}, and in others AdamW would step them: begin with batches that use "
+    "all parameters alike in all processes"
 )
 _log = logging.getLogger("natgrad")
 
@@ -237,7 +251,8 @@ class MetricTracker:
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
     ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
     all parameters, also those that the optimizer steps without a metric. ``queried``: whether the step rule asks about
-    the batch (``batch_queries``), so that the random state of its pass is kept.
+    the batch (``batch_queries``), so that the random state of its pass is kept. ``optional``: parameters that have no
+    metric if the first pass that is estimated uses them without a layer rule; from then on they are in ``left``.
     """
 
     def __init__(
@@ -250,12 +265,16 @@ class MetricTracker:
         whole: Model | None = None,
         loss_check: LossCheck | None = None,
         queried: bool = True,
+        optional: frozenset[str] = frozenset(),
     ) -> None:
         self._queried = queried
-        self.observer, self.schedule, self.generator = observer, schedule, generator
+        self.schedule, self.generator = schedule, generator
+        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
+        self.optional, self.declared = optional, observer  # ``declared``: before parameters are left out
         self.structure = schedule.structure
         self.world = World() if world is None else world
-        self.model, self.metric = observer.model, observer.metric
+        self.metric = observer.metric
+        self.use_observer(observer, frozenset())
         self.average: Operator | None = constant(self.structure, self.model)
         self.constant = self.average is not None  # nothing is estimated, and no pass is looked at
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
@@ -269,7 +288,6 @@ class MetricTracker:
         self.unreached: frozenset[str] = frozenset()  # the outputs of no estimate so far depend on them
         self._unreached: frozenset[str] | None = None  # of the estimates of this step
         self.batch: Batch | None = None  # of the last pass
-        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self._examples = 0  # in ``fresh``
         self._problem: Exception | None = None  # of a pass of this step, where there are several processes
         self._agreed = False  # all processes are in a pass together, and raise together
@@ -282,9 +300,6 @@ class MetricTracker:
         self._waiting: list[Waiting] = []  # passes of this step whose loss the metric must see first
         self._dropped = False  # a pass of this step waits no more: a backward pass that does not train freed its graph
         self._numbers = itertools.count()  # of passes that wait
-        self._recorders = {
-            eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
-        }
         self._recorder: Recorder | None = None  # of the pass that is being recorded
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
@@ -351,7 +366,7 @@ class MetricTracker:
             assert self.average is not None
             return self.average, self.absorbed
         if not self._joined:
-            joined = self.world.mean(self.fresh, self._examples, self._restored)
+            joined = self._mean(self.fresh, self._examples)
             # Here all processes raise; one that raised alone would leave the others waiting.
             self.fresh, self._joined = joined.finite() if self.world.size > 1 else joined, True
             self._unreached = self._unreached_anywhere()
@@ -567,7 +582,7 @@ class MetricTracker:
         with self.checked(trained=False):
             batch = Batch(self.model, x, target)
             try:
-                self._add(self.observer.of(batch, averaged=self._averaged))
+                self._add(self._observed(batch))
             except Exception as error:
                 if self.world.size == 1 or self._agreed:
                     raise
@@ -824,7 +839,49 @@ class MetricTracker:
     def _assemble(self, batch: Batch, tape: Tape, observer: Observer) -> Pullback:
         """The pullback of a recorded pass, all examples at once."""
         n, fleeting = tape.y.shape[0], self._absorbs()
+        try:
+            return observer.assemble(
+                batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged, optional=self._undecided
+            )
+        except NoRuleError as uncovered:
+            self._leave(uncovered.reasons)
+        params, blocks = self.model.params, self.observer.blocks
+        modules = {module for block in blocks for module in block.owners}
+        uses = tuple(use for use in tape.uses if use.module in modules)
+        tape = replace(tape, uses=uses, leaves=params)
+        model = replace(observer.model, params=params)  # a pass may have had some of the heads only
+        observer = replace(observer, model=model, blocks=blocks, cache=self.observer.cache)
         return observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
+
+    def _observed(self, batch: Batch) -> Pullback:
+        """The pullback at a batch, by a pass of our own."""
+        try:
+            return self.observer.of(batch, averaged=self._averaged, optional=self._undecided)
+        except NoRuleError as uncovered:
+            self._leave(uncovered.reasons)
+        return self.observer.of(replace(batch, model=self.model), averaged=self._averaged)
+
+    @property
+    def _undecided(self) -> frozenset[str]:
+        """The parameters that are left out if this pass shows no layer rule for them: an average keeps its layers."""
+        return frozenset() if self._averaged or self._in_backward else self.optional - self.left
+
+    def _leave(self, reasons: Mapping[str, str]) -> None:
+        """Go on without these parameters, which no layer rule covers, for these reasons."""
+        names, why = frozenset(reasons), "; ".join(dict.fromkeys(reasons.values()))
+        if isinstance(self.structure, Layered) and self.structure.strict:
+            raise UncoveredError(_STRICT.format(listed(sorted(names)), why))
+        if len(names) == len(self.model.params):
+            raise UncoveredError(_NONE_LEFT.format(listed(sorted(names)), why))
+        self.use_observer(self.observer.without(names), self.left | names)
+
+    def use_observer(self, observer: Observer, left: frozenset[str]) -> None:
+        """Go on with an observer of the parameters that are not ``left`` out."""
+        self.observer, self.model, self.left = observer, observer.model, left
+        self._metric_of_pass = observer.output_metric
+        self._recorders = {
+            eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
+        }
 
     def use_model(self, model: Model) -> None:
         """Go on with this model, of which a pass or a checkpoint tells what the examples of its outputs are."""
@@ -894,7 +951,7 @@ class MetricTracker:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             self._agreed = True
             self.world.agree(None)
-            common = self.world.mean(estimate, pb.n, self._restored)
+            common = self._mean(estimate, pb.n)
             estimate = self.structure.estimate(pb, self.world.renewed(common))
             self._agreed = False
         self._hold_estimate(estimate, pb.n)
@@ -909,6 +966,16 @@ class MetricTracker:
         first = self.average is None
         estimate = estimate.finite(wait=first) if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, n / (self._examples + n))
+
+    def _mean(self, estimate: Operator, n: int) -> Operator:
+        """The mean of the estimates of all processes, which must be of the same parameters."""
+        if self.world.size > 1 and self.average is None and self.optional:
+            names = list(self.declared.model.params)
+            flags = torch.tensor([float(name in self.left) for name in names], device=self.model.example.device)
+            shares = zip(names, self.world.mean_of([flags], 1)[0].tolist(), strict=True)
+            if unlike := [name for name, share in shares if 0 < share < 1]:
+                raise IncompatibleError(_UNLIKE.format(", ".join(unlike)))
+        return self.world.mean(estimate, n, self._restored)
 
     def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(self.model, self.observer.blocks, tensors)

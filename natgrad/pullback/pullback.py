@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
@@ -480,10 +480,22 @@ _FLATTENED = (
     'the outputs have {} rows for {} examples: they are read as [n t *out] with t = {}, as with examples="inputs"'
 )
 _WITHOUT = "{} have no layer rule and are differentiated example by example, which is slow: {}."
+_LEFT = "{} have no layer rule, and AdamW steps them: {}."
 
 
 class OperationsNeededError(Exception):
     """Control flow: parameters are used outside modules with a rule; run the pass again and record its operations."""
+
+
+class NoRuleError(Exception):
+    """Control flow: the pass uses these ``optional`` parameters, and no layer rule covers them: leave them out.
+
+    ``reasons``: why, by name.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(", ".join(reasons))
+        self.reasons = reasons
 
 
 def pullback(
@@ -552,6 +564,7 @@ class Observer:
     """Makes pullbacks of one model: its metric, its layers, and caches of what was learned about its graphs.
 
     ``deferred``: do not check that numbers are finite, because a GPU would have to wait; the moving average does.
+    ``rules``: the user's own, which ``blocks`` were made with.
     """
 
     model: Model
@@ -561,6 +574,12 @@ class Observer:
     memory: int = MEMORY
     cache: ObserverCache = field(default_factory=ObserverCache)
     deferred: bool = False
+    rules: Sequence[Rule] = ()
+
+    def without(self, names: Collection[str]) -> Observer:
+        """The same for the other parameters, as if these were constants."""
+        model = replace(self.model, params={name: p for name, p in self.model.params.items() if name not in names})
+        return replace(self, model=model, blocks=layers_of(model, self.rules), cache=ObserverCache())
 
     @property
     def logger(self) -> OnceLogger:
@@ -574,7 +593,7 @@ class Observer:
         self.model.check_separable()
         return self.of(Batch(self.model, x, target))
 
-    def of(self, batch: Batch, averaged: bool = False) -> Pullback:
+    def of(self, batch: Batch, averaged: bool = False, optional: Collection[str] = ()) -> Pullback:
         """The pullback at a batch, by a forward pass of the library; a ``deferred`` one is not split into ranges."""
         while True:
             asked = self.operations
@@ -585,7 +604,7 @@ class Observer:
                 bound = pass_bytes(self.memory, self.model.example.device)
                 tape, ranges = forward(self.model, self.blocks, batch.x, bound, asked)
             try:
-                return self.assemble(batch, tape, ranges, averaged=averaged)
+                return self.assemble(batch, tape, ranges, averaged=averaged, optional=optional)
             except OperationsNeededError:  # once
                 assert not asked
 
@@ -606,11 +625,13 @@ class Observer:
         ranges: list[ExampleRange],
         fleeting: bool = False,
         averaged: bool = False,
+        optional: Collection[str] = (),
     ) -> Pullback:
         """The pullback from a forward pass that has already run, such as one seen by an optimizer's hook.
 
         ``fleeting``: the pullback is used at once, so y need not be copied. ``averaged``: what the examples of the
-        outputs are has been decided, because an average over earlier passes exists.
+        outputs are has been decided, because an average over earlier passes exists. ``optional``: parameters that are
+        left out, by ``NoRuleError``, if the pass uses them and no layer rule covers them.
         """
         # Under autocast, outputs and cotangents are in half precision; factors are in single precision or better. A
         # copy, because the user may change the outputs in place.
@@ -637,14 +658,19 @@ class Observer:
             hint = 'pass examples="inputs"'
             if not averaged and separable(batch.x, first):
                 observer = replace(self, model=replace(self.model, examples="inputs"))
-                by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
-                if not observer._layers(by_example, whole).reasons:
+                with torch.enable_grad():  # the hook of a backward pass has it off
+                    by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
+                still = observer._layers(by_example, whole).reasons.keys()
+                if not still or (still <= set(optional) and still < layers.reasons.keys()):
                     self.cache.operations.forget()
                     self.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
-                    return observer.assemble(batch, by_example, [(0, first)], fleeting)
+                    return observer.assemble(batch, by_example, [(0, first)], fleeting, optional=optional)
                 hint = "return outputs [n t *out] with the examples first"
             hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
             layers.reasons.update({name: reason + hint for name, reason in layers.reasons.items()})
+        if left := {name: reason for name, reason in layers.reasons.items() if name in optional}:
+            self._log_uncovered(left, _LEFT)
+            raise NoRuleError(left)
         if tape.operations is not None and layers.bare:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
@@ -691,13 +717,13 @@ class Observer:
             status = replace(status, unused={**left, **status.unused})
         return PassLayers(tape, blocks, status, bare, reasons)
 
-    def _log_uncovered(self, reasons: Mapping[str, str]) -> None:
+    def _log_uncovered(self, reasons: Mapping[str, str], sentence: str = _WITHOUT) -> None:
         """Log once which parameters have no rule, and for what ``reasons``, by name."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, which in by_reason.items():
-            message = _WITHOUT.format(listed(sorted(which)), reason)
+            message = sentence.format(listed(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
             self.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
 

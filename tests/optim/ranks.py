@@ -28,6 +28,7 @@ import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.linalg import Damping
 from tests.optim.tasks import seeded
+from tests.zoo import opaque
 
 N, STEPS, HALF = 12, 6, 3  # examples, steps, and where a run is interrupted
 SHARDS = ((0, 7), (7, 12))  # of unequal size
@@ -48,6 +49,33 @@ class Uncovered(nn.Module):
         """[n 3]."""
         h = F.linear(torch.tanh(self.first(x)), self.hidden.weight, self.hidden.bias)
         return self.last(torch.tanh(h))
+
+
+@final
+class Dark(nn.Module):
+    """A matrix between two layers, which no rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.dark = nn.Linear(3, 4), nn.Linear(4, 3), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        return self.last(torch.tanh(opaque(self.first(x), self.dark)))
+
+
+@final
+class DarkInOne(nn.Module):
+    """The same, but the first process multiplies by the matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.dark = nn.Linear(3, 4), nn.Linear(4, 3), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        h = self.first(x)
+        return self.last(torch.tanh(h @ self.dark.T if len(x) == SHARDS[0][1] else opaque(h, self.dark)))
 
 
 @final
@@ -130,6 +158,8 @@ CASES = {
     "kfac_cholesky": Case(lambda m: ng.KFAC(m, EXACT, solver=ng.Cholesky(), **SCHEDULE)),
     "kfac_pinv": Case(lambda m: ng.KFAC(m, EXACT, solver=ng.Pinv(), **SCHEDULE)),
     "kfac_uncovered": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Uncovered),
+    "kfac_left": Case(lambda m: ng.KFAC(m, EXACT, fallback="adamw", **SCHEDULE), Dark),
+    "ekfac_left": Case(lambda m: ng.EKFAC(m, EXACT, fallback="adamw", **SCHEDULE), Dark),
     "kfac_accumulated": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), pieces=2),
     "kfac_compiled": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), compiled),
     "kfac_wide": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Wide),
@@ -181,7 +211,7 @@ CASES = {
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
 RESUMED = ["kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon"]
-RESUMED += ["kronecker_fresh"]
+RESUMED += ["kronecker_fresh", "kfac_left"]
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
@@ -313,6 +343,8 @@ ERRORS = {
     "singular": Case(_natural(structure=ng.Kronecker(), damping=0.0)),
     "steep": Case(_natural(structure=ng.Diagonal()), Steep),
     "implicit": Case(_natural(structure=ng.Implicit(), solver=ng.CG())),
+    "unlike": Case(lambda m: ng.KFAC(m, EXACT, fallback="adamw"), DarkInOne),
+    "unlike_basis": Case(lambda m: ng.EKFAC(m, EXACT, fallback="adamw"), DarkInOne),
 }
 
 

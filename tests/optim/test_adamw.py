@@ -19,6 +19,7 @@ from natgrad.structures import Structure
 from tests.optim.states import alike, whole
 from tests.optim.tasks import seeded
 from tests.optim.test_plain_step import Replays
+from tests.zoo import opaque
 
 METRIC = ng.Fisher(ng.Categorical(axis=-1))
 BETAS = (0.9, 0.95)
@@ -274,9 +275,20 @@ def test_on_a_gpu_the_gate_closes_for_all_parameters(name: str, momentum_on: str
     assert alike((model.state_dict(), whole(opt)["state"]), before)
 
 
-def test_a_captured_step_is_that_of_a_processor(gpu: Callable[[], None]) -> None:
+class DarkText(Text):
+    """No rule covers the first matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3] of words [n t]."""
+        h = opaque(self.norm(self.words(x)).mean(1), self.hidden.weight) + self.hidden.bias
+        out: Tensor = self.head(torch.tanh(h))
+        return out
+
+
+@pytest.mark.parametrize("build", [Text, DarkText])
+def test_a_captured_step_is_that_of_a_processor(build: type[nn.Module], gpu: Callable[[], None]) -> None:
     def trained(captures: Replays | None) -> list[Tensor]:
-        model = text(torch.float32)
+        model = seeded(build)
         opt = ng.KFAC(model, METRIC, fallback="adamw", metric_every=20, inverse_every=20, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
         if captures is not None:
@@ -357,13 +369,7 @@ def test_a_scaler_that_skips_a_step_leaves_the_state() -> None:
     assert alike(whole(opt)["state"], before)
 
 
-def test_what_is_no_fallback_is_refused() -> None:
-    for fallback in ("sgd", ng.Diagonal()):
-        model = text()
-        group = {"params": model.head.parameters(), "fallback": fallback}
-        for options in ({"fallback": fallback}, {"groups": [group]}):
-            with pytest.raises(ValueError, match=r'is "adamw" or None, got .*Kronecker\(fallback=…\)'):
-                made(model, **options)
+def test_a_model_without_matrices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"leaves no parameter for the metric: use torch\.optim\.AdamW"):
         made(nn.Embedding(3, 2))
 

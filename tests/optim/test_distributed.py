@@ -130,6 +130,12 @@ def test_a_structure_that_sees_one_process_only_is_refused(found: list[dict[str,
         )
 
 
+@pytest.mark.parametrize("at", [3, 4], ids=["kfac", "ekfac"])
+def test_a_rule_that_only_one_process_finds_is_refused_by_all(found: list[dict[str, Any]], at: int) -> None:
+    for each in found:
+        assert "IncompatibleError: some processes have found a layer rule for dark, and in others" in each["errors"][at]
+
+
 def test_every_process_draws_samples_of_its_own(found: list[dict[str, Any]]) -> None:
     (seed, θ, stream), (other_seed, other_θ, other_stream) = (each["sampled"] for each in found)
     assert seed != other_seed

@@ -28,7 +28,7 @@ PRESETS = pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC], ids=["KFAC", "E
     ("options", "error", "match"),
     [
         ({"sharing": "mean"}, ValueError, 'Kronecker\\(sharing=…\\) is "expand" or "reduce", not \'mean\''),
-        ({"fallback": "diagonal"}, TypeError, "fallback must be a natgrad Structure, got 'diagonal'"),
+        ({"fallback": "diagonal"}, ValueError, r'fallback= is "adamw", the structure of .*, or None, got \'diagonal\''),
         ({"fallback": ng.Diagonal}, TypeError, r"got the class Diagonal: write Diagonal\(…\)"),
         ({"fallback": ng.Kernel()}, ValueError, r"Kernel\(\)\) cannot be averaged over time: use Diagonal\(\)"),
         ({"metric_every": 0}, ValueError, "metric_every must be at least 1 step, got 0"),
