@@ -38,13 +38,15 @@ class Directions:
     """What is propagated: derivatives along m directions and, with ``second``, L = Σ_ij D_ij ∂_ij.
 
     ``weights``: D as its diagonal [m] or as a matrix [m m]; None for the identity. ``graph``: whether gradients were
-    enabled when the pass began.
+    enabled when the pass began. ``suspect``: a point at which the derivatives are not finite; an operation that made
+    them so is refused.
     """
 
     m: int
     second: bool
     weights: Tensor | None
     graph: bool
+    suspect: str = ""
 
 
 def _operator(function: Any) -> Callable[..., Any]:
@@ -298,6 +300,8 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     result = NotImplemented if rule is None else rule(func, args, kwargs)
     if result is NotImplemented:
         result = _nested(func, args, kwargs)
+    if of.suspect:
+        _refuse_singular(name, jets, result)
     if in_place:
         args[0].overwrite(result)
         return args[0]
@@ -305,6 +309,20 @@ def apply(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         for each in _jets(result):
             each.view_of(jets[0])
     return result
+
+
+def _refuse_singular(name: str, jets: Sequence[Jet], result: Any) -> None:
+    """Refuse an operation that has finite values and derivatives that are not; large inputs may have overflowed."""
+    large = torch.finfo(jets[0].dtype).max ** 0.25
+    if not all(bool((jet.whole().abs() < large).all()) for jet in jets):
+        return
+    for z in (jet.whole() for jet in _jets(result)):
+        if bool((z[0].isfinite() & ~z[1:].isfinite().all(0)).any()):
+            raise NoDerivativeError(
+                f"at {jets[0].of.suspect} the model calls {name} where it has a value and no derivatives, such as a "
+                "root, a norm or an angle at zero. Leave out that point, or write a smooth function: "
+                "x.square().sum(-1) for the square of a norm, (x.square().sum(-1) + ε).sqrt() for a norm"
+            )
 
 
 def _is_view(name: str, args: Arguments) -> bool:
@@ -541,6 +559,8 @@ def _sum(func: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 def _mul(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     a, b = _named(_OPERANDS, args, kwargs)
+    if a is b and (of_root := _under_root(a)) is not None:
+        return of_root
     if isinstance(a, Jet) and isinstance(b, Jet):
         ndim = max(a.ndim, b.ndim)
         a, b = (Jet(_aligned(jet, ndim), jet.of, jet.shift) for jet in (a, b))
@@ -698,7 +718,9 @@ def _sqrt(v: Tensor) -> Iterator[Any]:
     yield f
     slope = 0.5 / f
     yield slope
-    yield -0.5 * slope / v
+    curvature = -0.5 * slope / v
+    yield curvature
+    yield -1.5 * curvature / v
 
 
 def _reciprocal(v: Tensor) -> Iterator[Any]:
@@ -756,6 +778,12 @@ def _square(v: Tensor) -> Iterator[Any]:
     yield torch.full_like(v, 2)
 
 
+def _square_rule(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    x = args[0] if args else kwargs["input"]
+    of_root = _under_root(x)
+    return _composed(x, _square) if of_root is None else of_root
+
+
 def _relu(v: Tensor) -> Iterator[Any]:
     yield torch.relu(v)
     yield (v > 0).to(v.dtype)
@@ -766,13 +794,57 @@ def _power(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     p = _named(("input", "exponent"), args, kwargs)[1]
     if not isinstance(p, (int, float)):
         return NotImplemented
+    x = args[0] if args else kwargs["input"]
+    if p and p % 2 == 0 and (of_root := _under_root(x)) is not None:
+        return of_root if p == 2 else of_root ** (p / 2)
 
     def slopes(v: Tensor) -> Iterator[Any]:
         yield v**p
         yield p * v ** (p - 1) if p else torch.zeros_like(v)
         yield p * (p - 1) * v ** (p - 2) if p not in (0, 1) else None
 
-    return _elementwise(slopes)(func, args[:1], kwargs)
+    return _composed(x, slopes)
+
+
+# Roots. At zero they have no derivatives, and their squares have: x.norm()² is the sum of squares under the root.
+
+
+def _root(x: Jet) -> Jet:
+    return _composed(x, _sqrt) if x.dtype.is_complex else Composition(x, _sqrt)
+
+
+def _sqrt_rule(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    return _root(args[0] if args else kwargs["input"])
+
+
+def _under_root(x: Any) -> Jet | None:
+    """y of x = √y, which is x² where y is not negative."""
+    if not isinstance(x, Composition) or x.slopes is not _sqrt or x.version:  # changed in place
+        return None
+    y = x.inner.whole()
+    return Jet(torch.where(y[:1] < 0, torch.nan, y), x.of)
+
+
+def _norm(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """The Euclidean one. With first derivatives only, torch's own, which is 0 at zero."""
+    algebra = func.__name__ == "linalg_norm"
+    x, p, dim, keep = _named(("input", "ord" if "linalg" in func.__name__ else "p", "dim", "keepdim"), args, kwargs)
+    spectral = algebra and p == 2 and not isinstance(dim, int)
+    if not isinstance(x, Jet) or p not in (None, 2, "fro") or spectral or kwargs.get("dtype") is not None:
+        return NotImplemented
+    if not x.of.second or x.dtype.is_complex:
+        return NotImplemented
+    return _root(x.square().sum(tuple(range(x.ndim)) if dim is None else dim, keepdim=bool(keep)))
+
+
+def _distance(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    a, b, p = _named(("input", "other", "p"), args, kwargs)
+    return apply(torch.norm, (a - b, 2 if p is None else p), {})
+
+
+def _deviation(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    variance = apply(torch.var, args, kwargs)
+    return _root(variance) if variance.of.second else NotImplemented
 
 
 # The others.
@@ -889,6 +961,8 @@ _RULES: dict[str, Rule] = (
     | _rules(_bilinear, "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "tensordot", "kron")
     | _rules(_quotient, "div", "divide", "true_divide", "truediv")
     | _rules(_power, "pow")
+    | _rules(_norm, "norm", "linalg_norm", "linalg_vector_norm")
+    | {"square": _square_rule, "sqrt": _sqrt_rule, "dist": _distance, "std": _deviation}
     | {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "group_norm": _group_norm, "glu": _glu}
     | _rules(_softmax, "softmax", "log_softmax", "logsumexp")
     | {"scaled_dot_product_attention": _attention}
@@ -910,9 +984,8 @@ _RULES: dict[str, Rule] = (
             *((_activation, _tanh, "tanh"), (_activation, _sigmoid, "sigmoid", "special_expit")),
             *((_activation, _silu, "silu"), (_activation, _sin, "sin"), (_activation, _cos, "cos")),
             *((_activation, _exp, "exp"), (_elementwise, _log, "log"), (_elementwise, _erf, "erf", "special_erf")),
-            *((_elementwise, _sqrt, "sqrt"), (_elementwise, _rsqrt, "rsqrt"), (_elementwise, _relu, "relu")),
-            *((_elementwise, _reciprocal, "reciprocal"), (_elementwise, _square, "square")),
-            (_elementwise, _sinc, "sinc", "special_sinc"),
+            *((_elementwise, _rsqrt, "rsqrt"), (_elementwise, _relu, "relu")),
+            *((_elementwise, _reciprocal, "reciprocal"), (_elementwise, _sinc, "sinc", "special_sinc")),
         )
         for name in names
     }

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import can_read
 from natgrad.errors import BatchStatisticsError, NoDerivativeError
 from natgrad.isolation import unfused, untouched
 from natgrad.jet import Directions, Jet
@@ -166,12 +167,8 @@ def _propagated(
             f"{', '.join(names)}: in training mode the value at one point depends on the others or on chance, so it "
             "has no derivatives by the point. Call model.eval()"
         )
-    m = len(directions)
-    first = directions.view(m, *[1] * (x.ndim - 1), x.shape[-1]).expand(m, *x.shape)
-    seed = Jet(torch.cat([x.unsqueeze(0), first]), Directions(m, second, weights, torch.is_grad_enabled()))
-    argument: Any = seed
-    with unfused(model, x.device), eager(model) if isinstance(model, nn.Module) else nullcontext():
-        out: Any = model(argument)
+    of = Directions(len(directions), second, weights, torch.is_grad_enabled())
+    out = _passed(model, x, directions, of)
     if not isinstance(out, Jet):
         kind = f"a {type(out).__name__}" if not isinstance(out, Tensor) else "a tensor that does not depend on x"
         raise NoDerivativeError(
@@ -180,7 +177,34 @@ def _propagated(
         )
     out.check_current("returns")
     _check_apart(model, x, out.value)
-    return Jet(out.whole(), out.of)  # joined, so that the last bias is in the graph of every derivative
+    whole = out.whole()  # joined, so that the last bias is in the graph of every derivative
+    if can_read(whole) and not bool(whole[1:].detach().sum().isfinite()):
+        _look_for_singular(model, x, directions, Jet(whole.detach(), of))
+    return Jet(whole, of)
+
+
+def _look_for_singular(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, directions: Tensor, out: Jet) -> None:
+    """Raise by the name of the operation, in a second pass, where the model has a value and no derivatives.
+
+    Numbers that overflow raise nothing: a long trial step may have led there, and its loss, which is NaN, refuses it.
+    """
+    value, *derivatives = out.channels.isfinite()
+    lost = (value & ~torch.stack(derivatives).all(0)).nonzero()
+    if not len(lost):
+        return
+    at = lost[0].tolist()[: x.ndim - 1]
+    suspect = f"x{at} = {[float(f'{number:.6g}') for number in x[tuple(at)].tolist()]}"
+    isolated = untouched(model) if isinstance(model, nn.Module) else nullcontext()
+    with torch.no_grad(), library_pass(), isolated:
+        _passed(model, x, directions, replace(out.of, graph=False, suspect=suspect))
+
+
+def _passed(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, directions: Tensor, of: Directions) -> Any:
+    """What the model returns for a jet of the points."""
+    first = directions.view(of.m, *[1] * (x.ndim - 1), x.shape[-1]).expand(of.m, *x.shape)
+    argument: Any = Jet(torch.cat([x.unsqueeze(0), first]), of)
+    with unfused(model, x.device), eager(model) if isinstance(model, nn.Module) else nullcontext():
+        return model(argument)
 
 
 _checked: WeakSet[Any] = WeakSet()  # modules, and the code of functions

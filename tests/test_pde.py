@@ -500,6 +500,71 @@ def test_models_without_derivatives(model: Any, message: str) -> None:
         ng.pde.laplacian(model, torch.rand(2, 3))
 
 
+SQUARED_NORMS: dict[str, Function] = {
+    "norm": lambda x: x.norm(dim=-1) ** 2,
+    "norm times itself": lambda x: (lambda r: r * r)(torch.norm(x, 2, -1)),
+    "linalg.norm": lambda x: torch.linalg.norm(x, dim=-1).square(),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True).pow(2).squeeze(-1),
+    "root": lambda x: x.square().sum(-1).sqrt() ** 2,
+    "distance": lambda x: torch.stack([torch.dist(point, torch.zeros_like(point)) ** 2 for point in x]),
+}
+
+
+@pytest.mark.parametrize("name", SQUARED_NORMS)
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_square_of_a_norm_has_its_derivatives_at_zero(name: str, graph: bool) -> None:
+    """∇‖x‖² = 2x and Δ‖x‖² = 2d everywhere, and so for smooth functions of ‖x‖²."""
+    f, x = SQUARED_NORMS[name], torch.cat([torch.zeros(1, 3, dtype=torch.float64), points(2)])
+    square, d = x.square().sum(-1), x.shape[-1]
+    with torch.set_grad_enabled(graph):
+        u = ng.pde.derivatives(f, x)
+        bump = ng.pde.derivatives(lambda x: torch.exp(-f(x)), x)
+        fourth = ng.pde.laplacian(lambda x: f(x) ** 2, x)
+    torch.testing.assert_close(u.value, square)
+    torch.testing.assert_close(u.gradient, 2 * x)
+    torch.testing.assert_close(u.laplacian, torch.full_like(square, 2 * d))
+    torch.testing.assert_close(bump.laplacian, (4 * square - 2 * d) * torch.exp(-square))
+    torch.testing.assert_close(fourth, (8 + 4 * d) * square)
+    torch.testing.assert_close(ng.pde.gradient(SQUARED_NORMS["norm"], x), 2 * x)
+
+
+def test_even_powers_of_roots_and_a_layer_after_them() -> None:
+    layer = nn.Linear(2, 3).double()
+    check(lambda x: x.norm(dim=-1) ** 4 + x.norm(dim=-1) ** -2 + (1 + x.norm(dim=-1)) ** 3, points())
+    check(lambda x: layer((0.5 + x[:, :2].square()).sqrt()) + torch.std(x, -1, keepdim=True), points())
+    zero = torch.zeros(1, 3, dtype=torch.float64)
+    torch.testing.assert_close(ng.pde.laplacian(lambda x: x.std(-1) ** 2, zero), zero[:, 0] + 2)  # of the variance
+    negative = ng.pde.derivatives(lambda x: x.sqrt() ** 2, -points(1))
+    assert bool(negative.value.isnan().all())  # as that of torch
+
+
+@pytest.mark.parametrize(
+    ("f", "name"),
+    [
+        (lambda x: x.norm(dim=-1), "norm"),
+        (lambda x: torch.tanh(x.norm(dim=-1)), "norm"),
+        (lambda x: x.norm(dim=-1) * x.norm(dim=-1), "norm"),
+        (lambda x: x[:, 0].square() ** 0.5, "pow"),
+        (lambda x: torch.atan2(x[:, 0], x[:, 1]), "atan2"),
+        (lambda x: torch.hypot(x[:, 0], x[:, 1]), "hypot"),
+    ],
+)
+def test_a_point_without_derivatives_is_refused_by_the_name_of_the_operation(f: Function, name: str) -> None:
+    x = torch.cat([torch.ones(1, 3), torch.zeros(1, 3)])
+    message = rf"at x\[1\] = \[0.0, 0.0, 0.0\] the model calls {name} where .* x.square\(\).sum\(-1\) for the square"
+    with pytest.raises(ng.errors.NoDerivativeError, match=message):
+        ng.pde.laplacian(f, x)
+    elsewhere = ng.pde.laplacian(lambda x: torch.where(x[:, 0] > 0, f(x), x.square().sum(-1)), x)
+    torch.testing.assert_close(elsewhere, torch.cat([ng.pde.laplacian(f, x[:1]), torch.tensor([6.0])]))
+
+
+def test_derivatives_that_overflow_are_returned_as_they_are() -> None:
+    """A trial step that is too long is refused by its loss, which is not finite."""
+    u = ng.pde.derivatives(lambda x: torch.tanh(1e30 * x).sum(-1), torch.full((1, 2), 1e-31))
+    assert bool(u.value.isfinite().all())
+    assert not bool(u.laplacian.isfinite().any())
+
+
 def test_the_transpose_of_any_number_of_axes_reverses_them() -> None:
     x = points(1)
     torch.testing.assert_close(ng.pde.derivatives(lambda x: x[:, :, None].sin().T, x).value, x.mT.sin()[None])

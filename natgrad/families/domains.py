@@ -20,7 +20,7 @@ Bound: TypeAlias = float | tuple[float, ...]
 _BISECTIONS = 64
 _ROUNDING = 64  # units in the last place that separate the inside from the boundary
 _SUM = 1024  # units in the last place by which the sum of probabilities may differ from 1
-_ADVICE = "start inside, or take shorter steps (a smaller lr, or a larger smoothness; see reach)"
+_ADVICE = "start inside, or take shorter steps (a smaller lr or rate, or a larger smoothness; see reach)"
 
 
 class Domain(ABC):
@@ -128,7 +128,7 @@ class OpenBox(Domain):
     >>> OpenBox((-1.0, -math.inf), (math.inf, 0.0)).check(torch.tensor([1.0, 2.0]), "eta")
     Traceback (most recent call last):
     ...
-    natgrad.errors.DomainError: eta[1] = 2 must be below 0: start inside, or take shorter steps (a smaller lr, or ...
+    natgrad.errors.DomainError: eta[1] = 2 must be below 0: start inside, or take shorter steps (a smaller lr or ...
     >>> OpenBox(0.0).reach(torch.tensor([1.0, 3.0]), torch.tensor([-2.0, 1.0]))
     tensor(0.5000)
     >>> OpenBox(0.0, 1.0, axes=0).margin(torch.tensor([0.25, 0.9, 2.0]))

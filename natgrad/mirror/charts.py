@@ -227,6 +227,7 @@ class Move:
 
     ``point``: the end point, in the chart of the gradient. ``share`` [*batch]: the fraction of the step that was taken,
     1 where it is whole. ``reasons`` explain the others; they are written on demand, and wait for the device.
+    ``shorter``: the argument of the caller that makes steps shorter.
     """
 
     family: ExponentialFamily
@@ -234,6 +235,7 @@ class Move:
     point: Tensor
     share: Tensor
     aim: Tensor  # the end point of the whole step, in the chart that moved
+    shorter: str = "a smaller lr"
 
     @property
     def shortened(self) -> Tensor:
@@ -248,7 +250,7 @@ class Move:
     def _reason(self, at: tuple[int, ...]) -> str:
         return (
             f"{float(self.share[at]):.3g} of the step was taken, as the whole would leave the domain "
-            f"({_broken_bound(self.family, self.moved, self.aim[at], entry(at))}): take shorter steps (a smaller lr)"
+            f"({_broken_bound(self.family, self.moved, self.aim[at], entry(at))}): take shorter steps ({self.shorter})"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
@@ -12,8 +13,16 @@ from torch import Tensor
 from natgrad.errors import IncompatibleError
 from natgrad.families.base import over_terms
 from natgrad.linalg import symmetric_root
+from natgrad.log import OnceLogger
 from natgrad.model import Inputs, map_tensors
 from natgrad.output.metric import OutputMetric, Reduction, Source, one_hot_columns, weight
+
+_FLAT = (
+    "the Hessian at the outputs is exactly zero in all examples of a batch, so the damping alone decides the step. "
+    "A kink, as that of |y − y0|, has no curvature, nor has (y − y0)⁴ at y0: use (y − y0)² or √(1 + (y − y0)²), "
+    "Euclidean() or a Fisher metric"
+)
+_once = OnceLogger()
 
 Scalar = Callable[..., Tensor]
 Field = Callable[[Tensor], Tensor]  # y [n *out] ↦ one number for each example [n]
@@ -45,7 +54,10 @@ def hessian_root(f: Field, y: Tensor, failure: str) -> Tensor:
     d = y[0].numel()
     columns: Tensor = torch.func.vmap(lambda e: hessian_product(f, y, e))(one_hot_columns(y))
     hessian = columns.reshape(d, y.shape[0], d).transpose(0, 1)  # [n d e]
-    return symmetric_root(hessian, failure).transpose(0, 1).reshape(-1, *y.shape)
+    root = symmetric_root(hessian, failure)
+    if not bool(hessian.any()):  # the root has waited for the device
+        _once.log_once(logging.WARNING, f"{failure.partition(':')[0]}: {_FLAT}")
+    return root.transpose(0, 1).reshape(-1, *y.shape)
 
 
 def bregman_divergence(f: Field, y: Tensor, y0: Tensor) -> Tensor:
@@ -84,7 +96,8 @@ class Divergence(OutputMetric):
     """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (Grosse 2021).
 
     ρ takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0. If it is flatter than
-    quadratic there, such as (y − y0)⁴, or has a kink, such as |y − y0|, then h = 0, and only the damping is left.
+    quadratic there, such as (y − y0)⁴, or has a kink, such as |y − y0|, then h = 0, and only the damping is left; this
+    is logged once.
 
     >>> metric = Divergence(lambda y, y0: ((y - y0) ** 2).sum())
     >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))

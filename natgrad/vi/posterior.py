@@ -250,7 +250,7 @@ class Posterior:
         """A step of size ``rate`` from η, shortened where it would leave the domain; the move has the reason."""
         check_rate(rate)
         target, _ = self.target(eta, estimator, generator)
-        return self._move(eta, target, rate, boundary)
+        return self._move(eta, target, rate, boundary, "a smaller rate")
 
     def elbo(self, eta: Tensor, samples: int = 256, generator: torch.Generator | None = None) -> Tensor:
         """E_q log p(data, z) + H(q) [*batch]; exact without ℓ, and up to the constants that ``sites`` leave out."""
@@ -268,12 +268,12 @@ class Posterior:
         bound = self.family.log_partition(eta) - self.family.pair(eta - self._conjugate(eta), self.family.mean(eta))
         return bound if self.prior is None else bound - self.family.log_partition(self.prior)
 
-    def _move(self, eta: Tensor, target: Tensor, rate: float, boundary: Boundary) -> Move:
+    def _move(self, eta: Tensor, target: Tensor, rate: float, boundary: Boundary, shorter: str) -> Move:
         """(1 − ρ) η + ρ η̂, inside the domain."""
         v = rate * (target - eta)
         domain = self.family.natural_domain
         t = boundary.share(domain, eta, v, f"η of {type(self.family).__name__}, at ")
-        return Move(self.family, NaturalChart(), along(eta, t, v), t, eta + v)
+        return Move(self.family, NaturalChart(), along(eta, t, v), t, eta + v, shorter)
 
     def _conjugate(self, eta: Tensor) -> Tensor:
         """η₀ + λ."""
@@ -380,7 +380,7 @@ def fit(
         rate = schedule(k)
         check_rate(rate)
         target, bound = posterior.target(eta, estimator, generator)
-        move = posterior._move(eta, target, rate, _SHORTEN)
+        move = posterior._move(eta, target, rate, _SHORTEN, "a schedule= with smaller rates, such as Constant(0.1)")
         if can_read(eta) and move.reasons:
             reasons[k] = move.reasons
         bounds.append(bound)

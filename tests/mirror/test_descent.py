@@ -270,7 +270,7 @@ def test_a_constant_that_is_too_small_is_refused_and_doubling_finds_one() -> Non
 def test_a_step_out_of_the_dual_domain_is_refused_by_entry() -> None:
     x = torch.tensor([1.0, 4.0])
     with pytest.raises(
-        DomainError, match=r"z\[1\] = 0.75 must be below 0: .*shorter steps \(a smaller lr, or a larger smoothness"
+        DomainError, match=r"z\[1\] = 0.75 must be below 0: .*\(a smaller lr or rate, or a larger smoothness"
     ):
         BregmanDescent(LogBarrier(), 1.0).grad(lambda x: -x[1], x)
     with pytest.raises(DomainError, match=r"x\[0\] = -1 must be above 0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import SingularMetricError
 from natgrad.families import FromDistribution
+from natgrad.log import OnceLogger
+from natgrad.output import hessian
 from tests import oracle
 from tests.output import textbook
 from tests.output.distributions import Quadratic, beta, dirichlet, gamma, laplace, mixture, weibull
@@ -601,6 +604,41 @@ def test_a_divergence_flatter_than_quadratic_has_the_metric_zero() -> None:
     y = normal(3, 2)
     torch.testing.assert_close(metric.root(y), torch.zeros(2, 3, 2, dtype=torch.float64))
     torch.testing.assert_close(metric.flat(y, y), torch.zeros_like(y))
+
+
+def distance(y: Tensor, y0: Tensor) -> Tensor:
+    return (y - y0).abs().sum()
+
+
+WITHOUT_CURVATURE: dict[str, ng.OutputMetric] = {
+    "Divergence": ng.Divergence(distance),
+    "Bregman": ng.Bregman(lambda y: y.abs().sum()),
+    "LossHessian": ng.LossHessian(F.l1_loss),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CURVATURE)
+def test_a_hessian_that_is_zero_in_all_examples_is_said_once(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hessian, "_once", OnceLogger())
+    metric, y = WITHOUT_CURVATURE[name], normal(3, 2)
+    model = torch.nn.Linear(2, 2).double()
+    with caplog.at_level(logging.WARNING, "natgrad"):
+        assert not bool(metric.root(y, 0 * y).any())
+        assert not bool(ng.Kronecker().estimate(ng.pullback(model, y, metric, target=0 * y)).dense().any())
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{name}(")
+    assert "exactly zero in all examples of a batch, so the damping alone decides the step" in record.getMessage()
+
+
+def test_a_hessian_that_is_zero_in_some_examples_is_not_remarked(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hessian, "_once", OnceLogger())
+    with caplog.at_level(logging.WARNING, "natgrad"):
+        ng.LossHessian(F.huber_loss).root(torch.tensor([[0.5], [3.0]]), torch.zeros(2, 1))
+    assert not caplog.records
 
 
 def test_an_improper_fisher_metric_is_refused() -> None:

@@ -97,6 +97,18 @@ def test_a_step_that_would_leave_the_domain_is_shortened_and_every_iterate_is_va
     assert 0 in found.reasons
 
 
+def test_the_advice_of_a_shortened_step_names_an_argument_of_its_caller() -> None:
+    gaussian = ng.families.DiagonalGaussian()
+    posterior = ng.vi.Posterior(gaussian, lambda z: 2 * z.square().sum(-1))
+    eta = gaussian.from_covariance(_double(0.0), _double(0.04))
+    found = ng.vi.fit(posterior, eta, steps=1, generator=_generator())
+    assert found.reasons[0][0].endswith("take shorter steps (a schedule= with smaller rates, such as Constant(0.1))")
+    move = posterior.step(eta, generator=_generator())
+    assert move.reasons[0].endswith("take shorter steps (a smaller rate)")
+    with pytest.raises(DomainError, match="a smaller lr or rate"):
+        posterior.step(eta, generator=_generator(), boundary=ng.mirror.Forbid())
+
+
 def test_the_reason_of_a_shortened_step_names_the_precision_matrix() -> None:
     gaussian = ng.families.FullGaussian()
     posterior = ng.vi.Posterior(gaussian, lambda z: 2 * z.square().sum(-1))
