@@ -396,7 +396,7 @@ def Shampoo(
     it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step; AdamW steps what it steps
     in ``Natural``, but matrices with one row or column, and with ``fallback=ng.Diagonal()`` nothing. A kernel [o i *k]
     has one factor for o and one for i, which its offsets share, unless both have more than ``largest`` rows: then it is
-    the matrix [o i·k]. ``fit="kl"`` is KL-Shampoo (Lin et al. 2025), in a variant: S ⊗ A is nearest to the second moment
+    the matrix [o i·k]. ``fit="kl"`` is a variant of KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment
     of ∇ in KL divergence; powers are those of the factors themselves, where the authors let eigenvalues follow in a
     basis, and steps have the length ``rms``, where theirs have none. The other arguments are those of ``Natural``.
 
