@@ -536,6 +536,7 @@ def test_even_powers_of_roots_and_a_layer_after_them() -> None:
     torch.testing.assert_close(ng.pde.laplacian(lambda x: x.std(-1) ** 2, zero), zero[:, 0] + 2)  # of the variance
     negative = ng.pde.derivatives(lambda x: x.sqrt() ** 2, -points(1))
     assert bool(negative.value.isnan().all())  # as that of torch
+    assert bool(negative.laplacian.isnan().all())
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def with_fallback(structure: Structure, fallback: Fallback) -> Structure:
         check_slots(fallback=(fallback, Structure))
     if not isinstance(fallback, Structure):
         raise ValueError(
-            'fallback= is "adamw", the structure of parameters without a layer rule (Diagonal() or BlockDense()), or '
+            'fallback= is "adamw", the structure of parameters without a layer rule, such as Diagonal(), or '
             f"None, got {fallback!r}"
         )
     inner = structure.structure if isinstance(structure, Refresh) else structure

@@ -93,8 +93,8 @@ class NaturalGradient(torch.optim.Optimizer):
     ``BatchGradient()`` or ``Polar``, AdamW also steps parameters with three axes outside of ``nn.Conv1d``, which may be
     stacks of matrices (experts). A group may choose otherwise for all of its parameters,
     ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. A ``fallback`` that is a structure
-    is that of ``Kronecker(fallback=…)``: parameters without a layer rule are kept in it, and AdamW steps none.
-    ``opt.last`` and rules that evaluate the loss cover the parameters of the metric only. ``rules``: layer rules for
+    is that of ``Kronecker(fallback=…)``: parameters without a layer rule are kept in it, and AdamW steps only what
+    groups give it. ``opt.last`` and rules that evaluate the loss cover the parameters of the metric only. ``rules``: layer rules for
     your own modules. ``output``: a function that extracts the output tensor from what the model returns.
     ``examples="inputs"``: the model flattens its outputs over positions, [n·t *out], and the examples are the n rows of
     its first input. ``generator`` is for sampled metrics; by default the optimizer has its own, so that it does not use
@@ -598,7 +598,8 @@ class NaturalGradient(torch.optim.Optimizer):
         """The state of torch.optim, in which every parameter has its part of the metric under "natgrad".
 
         All of it is tensors where ``torch.optim`` keeps its own, so that ``torch.distributed.checkpoint`` and all that
-        builds on it save and load it. Before the first step there is a place for what will be there after it.
+        builds on it save and load it. Before the first step there is a place for what will be there after it, but for
+        matrices that the first pass leaves to AdamW (``fallback="adamw"``): make one step, then load.
         """
         state, device = super().state_dict(), self.tracker.model.example.device
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.

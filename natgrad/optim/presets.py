@@ -79,9 +79,9 @@ def KFAC(
 
     ``sharing``, ``fallback``, ``strict`` and ``largest`` are arguments of ``Kronecker``: parameters that no layer rule
     covers have the structure ``fallback``, and of factors with more than ``largest`` rows only the diagonal is kept.
-    With ``fallback="adamw"`` AdamW steps embeddings, gains, biases, and parameters that no layer rule covers.
-    ``strict=True`` also raises an error if the first step trains another loss than the one given. ``NaturalGradient``
-    describes the other arguments.
+    With ``fallback="adamw"`` AdamW steps embeddings, gains, biases, and parameters that the first estimated pass uses
+    without a layer rule. ``strict=True`` also raises an error if the first step trains another loss than the one given.
+    ``NaturalGradient`` describes the other arguments.
 
     ``metric``: a metric, or the loss that is trained. A loss is replaced by ``metric_of(loss, samples=1)``, which has
     the same reduction. A metric is a mean over the examples and a sum over the terms of an example: if the loss is a

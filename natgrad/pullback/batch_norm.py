@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd_nodes import argument
 from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, plain
@@ -80,14 +79,12 @@ class Statistics:
         x = Call(args, kwargs).x
         if not output.requires_grad:
             return None
-        layer = cast(_BatchNorm, module)
-        assert output.grad_fn is not None
-        scale = argument(output.grad_fn, "result2")  # 1/√(σ² + ε), which torch's own backward pass needs
-        if scale is None:  # the node is that of another optimizer that watches the model, or of a compiler
-            _, variance = mean_and_variance(single(x.detach()), [axis for axis in range(x.ndim) if axis != 1])
-            scale = (variance + layer.eps).rsqrt()
+        layer, wide = cast(_BatchNorm, module), single(x.detach())
+        _, variance = mean_and_variance(wide, [axis for axis in range(x.ndim) if axis != 1])
+        scale = (variance + layer.eps).rsqrt()
         if layer.weight is not None:
             scale = scale * layer.weight.detach()
+        assert output.grad_fn is not None
         output.grad_fn.register_hook(self._without_x)
         forked = Fork.apply(output, x, scale.view(-1, *[1] * (x.ndim - 2)), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, forked)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.averages import lay_out
-from natgrad.accelerate.devices import full_precision, is_asynchronous
+from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     InverseStack,
@@ -82,7 +82,6 @@ from natgrad.structures.layered import (
     spectra,
 )
 
-_LOST = 1 / 64  # of the rounding of the largest eigenvalue: a smaller damping is nothing beside that of the smallest
 Fit: TypeAlias = Literal["mean", "kl"]
 Halves: TypeAlias = tuple[SymFactor, SymFactor]  # S^-½ and A^-½ of a layer, damped
 
@@ -549,29 +548,12 @@ class KroneckerOperator(LayerOperator):
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.
 
-        Relative damping is that of the factors, (S + λ_S)^-p ⊗ (A + λ_A)^-p. A singular layer raises if the damping is
-        far below the rounding of its eigenvalues: the inverses of those would be noise.
+        Relative damping is that of the factors, (S + λ_S)^-p ⊗ (A + λ_A)^-p.
         """
-        return self._exact_inverse(damping, checked=True)
-
-    def inverse_again(self, last: Inverse, damping: Damping) -> Inverse:
-        """As ``inverse``, where a GPU is not waited for: only its first inverse is checked."""
-        return self._exact_inverse(damping, checked=not is_asynchronous(self._device))
-
-    def _exact_inverse(self, damping: Damping, *, checked: bool) -> Inverse:
         if self.power == 0:
             return IdentityInverse(self.layout)
         fallback = self.fallback_inverse(damping)
-        if damping == 0:
-            return self._undamped_inverse(fallback)
-        damped = self.spectrum(damping)
-        if checked and self.blocks:
-            eps, relative = torch.finfo(self.layout.dtype).eps, isinstance(damping, Relative)
-            largest = torch.stack([values.amax() for values in damped[0]]).tolist()
-            for block, values, most in zip(self.blocks, damped[0], largest, strict=True):
-                if most > 0 and number_of(damping) < _LOST * eps * (1.0 if relative else most):
-                    self.refuse_singular(block, values, damping)
-        return self.spectral_inverse(fallback, damping, spectrum=damped)
+        return self._undamped_inverse(fallback) if damping == 0 else self.spectral_inverse(fallback, damping)
 
     def factored_inverse(
         self,

@@ -565,15 +565,10 @@ class LayerOperator(Operator):
         return WeightedInverse(self.layout, self.blocks, fallback, plain.left, plain.right, plain.scales, weights)
 
     def spectral_inverse(
-        self,
-        fallback: Inverse | None,
-        damping: Damping,
-        rtol: float | None = None,
-        *,
-        spectrum: tuple[list[Tensor], Basis] | None = None,
+        self, fallback: Inverse | None, damping: Damping, rtol: float | None = None
     ) -> SpectralInverse:
         """(G + λ)^-p by the eigenvalues; with ``rtol`` a pseudo-inverse, which drops the small ones."""
-        damped, basis = self.spectrum(damping) if spectrum is None else spectrum
+        damped, basis = self.spectrum(damping)
         scales = tuple(inverse_scales(layer, self.power, damping, rtol) for layer in damped)
         return SpectralInverse.of(self.layout, self.blocks, fallback, basis, scales)
 

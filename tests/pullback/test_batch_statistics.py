@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
@@ -237,6 +238,34 @@ def test_two_optimizers_watch_one_model() -> None:
         assert opt.tracker.fresh is not None
         for key, t in alone.tracker.fresh.tensors().items():
             close(opt.tracker.fresh.tensors()[key], t)
+
+
+class Recomputed(nn.Module):
+    """Two normalisations whose activations are computed again in the backward pass, or kept."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again, self.head = again, nn.Linear(4, 3)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x))
+
+
+@pytest.mark.parametrize("metric", [ng.Fisher(ng.Categorical()), nn.CrossEntropyLoss()], ids=["metric", "loss"])
+def test_activations_that_are_computed_again_change_no_step(metric: Any) -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Recomputed(again).double()
+        opt = ng.KFAC(model, metric, lr=0.1, generator=torch.Generator().manual_seed(0))
+        for seed in range(3):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), torch.arange(8) % 3).backward()
+            opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    close(*found)
 
 
 def test_half_precision_inputs_have_statistics_in_single() -> None:
