@@ -94,8 +94,9 @@ class NaturalGradient(torch.optim.Optimizer):
     stacks of matrices (experts). A group may choose otherwise for all of its parameters,
     ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. A ``fallback`` that is a structure
     is that of ``Kronecker(fallback=…)``: parameters without a layer rule are kept in it, and AdamW steps only what
-    groups give it. ``opt.last`` and rules that evaluate the loss cover the parameters of the metric only. ``rules``: layer rules for
-    your own modules. ``output``: a function that extracts the output tensor from what the model returns.
+    groups give it. ``opt.last`` and rules that evaluate the loss cover the parameters of the metric only. ``rules``:
+    layer rules for your own modules. ``output``: a function that extracts the output tensor from what the model
+    returns.
     ``examples="inputs"``: the model flattens its outputs over positions, [n·t *out], and the examples are the n rows of
     its first input. ``generator`` is for sampled metrics; by default the optimizer has its own, so that it does not use
     the global random state.
