@@ -517,10 +517,13 @@ def draw(path: Path = FIGURE) -> None:
         for ax in (left, right):
             ax.spines[["top", "right"]].set_visible(False)
         task = tasks()["decoder"]
-        finals = Records.load(RECORDS).of(task.name, REPORT, steps=task.steps)
+        records = Records.load(RECORDS)
+        settings = {row[0]: row[1] for row in _tuned_rows(records, task)}
         for name in ("natural", "ng-muon", "ng-soap", "adamw"):
             title, colour = RACERS[name]
-            for at, run in enumerate(r for r in finals if r.run.optimizer == name):
+            finals = records.of(task.name, REPORT, name, task.steps)
+            tuned = [r for r in finals if settings[name] == f"{r.run.lr:g}, {r.run.weight_decay:g}"]
+            for at, run in enumerate(tuned):
                 label = title if at == 0 else None
                 left.plot(run.seconds, run.validation, color=colour, label=label, linewidth=0.9)
         left.set(title="decoder 6 × 384, WikiText-2, H200", xlabel="seconds", ylabel="nats a byte", ylim=(1.1, 1.8))
