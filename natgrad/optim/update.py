@@ -295,9 +295,9 @@ def plain_step(
     v, pairing = _direction(smoothed, inverse, rule, measured=rule.measured or not asynchronous)
     if pairing is None:
         square = torch.zeros(())  # nobody reads it
-    elif len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
+    elif len(rates) <= 1:
         square = pairing * rates[0][1] ** 2 if rates else pairing
-    else:
+    else:  # also where the rates are equal: a resumed run must add in the same order
         square = squared_length(smoothed, v, rates)
     scale = rule.scale(v, square)
     indicators = {} if pairing is None else {"⟨ω, v⟩": pairing}  # finite only if ω, v and c are

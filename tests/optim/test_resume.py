@@ -277,6 +277,7 @@ KFAC_RUNS: dict[str, Make] = {
     "kfac_sampled": lambda m: ng.KFAC(m, SAMPLED_CLASSES, generator=torch.Generator().manual_seed(3), **SCHEDULE),
     "kfac_cholesky": lambda m: ng.KFAC(m, EXACT, solver=ng.Cholesky(), **SCHEDULE),
     "kfac_reduce": lambda m: ng.KFAC(m, EXACT, sharing="reduce", **SCHEDULE),
+    "kfac_groups": lambda m: ng.KFAC(m, EXACT, groups=[{"params": m.get_submodule("last").parameters()}], **SCHEDULE),
     "kfac_block_fallback": lambda m: ng.KFAC(m, EXACT, fallback=ng.BlockDense(), **SCHEDULE),
     "ekfac": lambda m: ng.EKFAC(m, EXACT, **SCHEDULE),
     "ekfac_sampled": lambda m: ng.EKFAC(m, SAMPLED_CLASSES, generator=torch.Generator().manual_seed(3), **SCHEDULE),
