@@ -92,8 +92,8 @@ LOG = partial(torch.log_softmax, dim=1)
 
 
 def expects(ℓ: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """½κ(y − y0)² with κ = E ℓ'² over residuals with density ∝ exp(−ℓ), by a sum over a fine grid."""
-    r = torch.linspace(-60, 60, 1_200_001, dtype=torch.float64).requires_grad_()
+    """½κ(y − y0)² with κ = E ℓ'² over residuals with density ∝ exp(−ℓ), by a sum over a fine grid without a kink."""
+    r = torch.linspace(-60, 60, 1_200_000, dtype=torch.float64).requires_grad_()
     values = ℓ(r, torch.zeros_like(r), reduction="none", **options)
     (slope,) = torch.autograd.grad(values.sum(), r)
     p = (-values.detach()).exp()
