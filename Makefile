@@ -43,7 +43,7 @@ test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a tim
 # would all be skipped, so that is an error.
 cuda:  ## the tests that need a GPU, run by PYTHON
 	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch of $(PYTHON) sees no GPU: make cuda PYTHON=...")'
-	$(PYTHON) -m pytest tests/cuda
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cuda
 
 docs: $(VENV)/.dev  ## write README and the pages that quote measurements from the result files
 	$(BIN)/python -m benchmarks.pages --figures
