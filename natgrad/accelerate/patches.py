@@ -108,19 +108,6 @@ def patch_sum(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     return _window_sums(total.unsqueeze(0), axes).view(groups, -1)
 
 
-def patch_squares(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
-    """Σ_{n,r} a² as [c i]. A GPU reads x once and writes no squares; a processor is slower at norms than at squares.
-
-    >>> x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
-    >>> axes = (Axis(kernel=3, before=1, after=1),) * 2
-    >>> torch.allclose(patch_squares(x, axes), patches(x, axes).square().sum((0, 1)))
-    True
-    """
-    if x.device.type == "cuda":
-        return patch_sum(torch.linalg.vector_norm(x, dim=0, keepdim=True, dtype=summed(x.dtype)).square(), axes, groups)
-    return patch_sum(single(x).square(), axes, groups)
-
-
 def _window_sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     """[n (c ch) *kernel]: for every place of the kernel, the sum over all positions."""
     w = windows(padded(x, axes), axes)  # [n (c ch) *out *kernel]

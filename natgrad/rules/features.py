@@ -38,7 +38,7 @@ from natgrad.accelerate.patches import (
     few_patches,
     patch_mean,
     patch_moment,
-    patch_squares,
+    patch_sum,
     patches,
     positions,
 )
@@ -496,7 +496,7 @@ class Patches(Features):
         return Moment(patch_moment(x, self.axes, self.groups, self.ones), count)
 
     def squares(self) -> Moment:
-        total = patch_squares(self._images, self.axes, self.groups)
+        total = patch_sum(single(self._images).square(), self.axes, self.groups)
         if self.ones is not False:
             n, r = self.shape[-4:-2]
             corner = total.new_full((), n * r) if self.ones is True else r * self.ones.square().sum().to(total.dtype)
