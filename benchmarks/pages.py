@@ -149,11 +149,15 @@ NAMES_OF_RACERS = {
             "decay-98": "decay=0.98",
             "damping-1": "damping=ng.Relative(0.1)",
             "damping-3": "damping=ng.Relative(1e-3)",
+            "damping-absolute-9": "damping=1e-9",
+            "damping-absolute-11": "damping=1e-11",
+            "fresh": 'inverse_every="fresh"',
             "rms-20": "rms=0.2",
             "not-polar": "polar=False",
             "own": "metric=ng.Empirical()",
         }.items()
     },
+    "natural-momentum-after": '`ng.Natural`, `momentum_on="steps"`',
     "natural-fisher": "`Natural(model, Fisher(family, samples=1))`",
     "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
     **{

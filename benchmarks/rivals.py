@@ -371,8 +371,8 @@ def _natural(
     fit: Literal["mean", "kl"] = "mean",
     polar: bool = True,
     factors: Literal["diagonal", "whole"] = "diagonal",
-    inverse_every: int | None = None,
-    epsilon: float = 0.01,
+    inverse_every: int | Literal["fresh"] | None = None,
+    damping: float | ng.Relative = ng.Relative(0.01),
     rms: float = 0.4,
     decay: float = 0.95,
     metric_every: int = 1,
@@ -390,7 +390,7 @@ def _natural(
             polar=polar,
             factors=factors,
             inverse_every=inverse_every,
-            damping=ng.Relative(epsilon),
+            damping=damping,
             rms=rms,
             decay=decay,
             metric_every=metric_every,
@@ -402,6 +402,24 @@ def _natural(
 
 _whole_polar = partial(_natural, factors="whole", fit="kl", momentum=0.95, rms=0.2)
 _kl = partial(_whole_polar, polar=False)  # KL-Shampoo
+
+
+def _natural_after(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+    """``ng.Natural`` with the momentum after the metric: steps are summed, and ten times as long for the same lr."""
+    return ng.NaturalGradient(
+        model,
+        ng.BatchGradient(),
+        structure=ng.Refresh(ng.Kronecker(largest=1, power=0.5), decay=0.95),
+        solver=ng.Factored(),
+        step=ng.Polar(0.4),
+        lr=lr,
+        damping=ng.Relative(0.01),
+        momentum=0.9,
+        momentum_on="steps",
+        weight_decay=weight_decay,
+        groups=_head(model, task),
+        fallback="adamw",
+    )
 
 
 def _natural_fisher(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
@@ -448,8 +466,12 @@ CONTENDERS: dict[str, Contender] = {
     "natural-kl": Contender(_natural(fit="kl"), 3e-3),
     "natural-decay-90": Contender(_natural(decay=0.9), 3e-3),
     "natural-decay-98": Contender(_natural(decay=0.98), 3e-3),
-    "natural-damping-1": Contender(_natural(epsilon=0.1), 3e-3),
-    "natural-damping-3": Contender(_natural(epsilon=1e-3), 3e-3),
+    "natural-damping-1": Contender(_natural(damping=ng.Relative(0.1)), 3e-3),
+    "natural-damping-3": Contender(_natural(damping=ng.Relative(1e-3)), 3e-3),
+    "natural-damping-absolute-9": Contender(_natural(damping=1e-9), 3e-3),
+    "natural-damping-absolute-11": Contender(_natural(damping=1e-11), 3e-3),
+    "natural-fresh": Contender(_natural(inverse_every="fresh"), 3e-3),
+    "natural-momentum-after": Contender(_natural_after, 3e-4),
     "natural-rms-20": Contender(_natural(rms=0.2), 6e-3),
     "natural-not-polar": Contender(_natural(polar=False), 3e-3),
     # Whole factors with the polar step, momentum 0.95.
@@ -463,8 +485,8 @@ CONTENDERS: dict[str, Contender] = {
     "ng-kl-shampoo-power-375": Contender(_kl(power=0.375), 3e-3),
     "ng-kl-shampoo-momentum-90": Contender(_kl(momentum=0.9), 3e-3),
     "ng-kl-shampoo-mean": Contender(_kl(fit="mean"), 3e-3),
-    "ng-kl-shampoo-damping-1": Contender(_kl(epsilon=0.1), 3e-3),
-    "ng-kl-shampoo-damping-3": Contender(_kl(epsilon=1e-3), 3e-3),
+    "ng-kl-shampoo-damping-1": Contender(_kl(damping=ng.Relative(0.1)), 3e-3),
+    "ng-kl-shampoo-damping-3": Contender(_kl(damping=ng.Relative(1e-3)), 3e-3),
     "ng-kl-shampoo-decay-98": Contender(_kl(decay=0.98), 3e-3),
     "ng-kl-shampoo-decay-90": Contender(_kl(decay=0.9), 3e-3),
     "ng-kl-shampoo-metric-every-2": Contender(_kl(decay=0.9, metric_every=2), 3e-3),
