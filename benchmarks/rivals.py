@@ -190,7 +190,6 @@ class _Eigenbasis(Optimizer):
         raise NotImplementedError
 
 
-@final
 class SOAP(_Eigenbasis):
     """SOAP (Vyas et al. 2024, algorithm 3): Adam for the gradient in the eigenbasis of Shampoo's factors, any axes.
 
@@ -307,6 +306,8 @@ def along(v: Tensor, axis: int, axes: int) -> Tensor:
 
 # The contenders.
 
+_SHARE, _TINY = ng.Relative(0.01), ng.Relative(1e-6)  # the dampings of ng.Natural and of ng.SOAP
+
 
 def _sgd(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
     """Momentum 0.9 (Nesterov); weight decay in the gradient, as is usual."""
@@ -372,7 +373,7 @@ def _natural(
     polar: bool = True,
     factors: Literal["diagonal", "whole"] = "diagonal",
     inverse_every: int | Literal["fresh"] | None = None,
-    damping: float | ng.Relative = ng.Relative(0.01),
+    damping: float | ng.Relative = _SHARE,
     rms: float = 0.4,
     decay: float = 0.95,
     metric_every: int = 1,
@@ -440,8 +441,25 @@ def _ng_muon(momentum: float = 0.95) -> Make:
     return make
 
 
-def _ng_soap(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
-    return ng.SOAP(model, lr=lr, weight_decay=weight_decay, groups=_head(model, task))
+def _ng_soap(
+    nesterov: bool = True,
+    moments: Literal["carried", "sorted"] = "carried",
+    early: bool = True,
+    damping: float | ng.Relative = _TINY,
+) -> Make:
+    def make(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+        return ng.SOAP(
+            model,
+            lr=lr,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            moments=moments,
+            early=early,
+            damping=damping,
+            groups=_head(model, task),
+        )
+
+    return make
 
 
 def _ng_shampoo(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
@@ -501,7 +519,10 @@ CONTENDERS: dict[str, Contender] = {
     # Others, in our slots or theirs.
     "ng-muon": Contender(_ng_muon(), 3e-3),
     "ng-muon-momentum-90": Contender(_ng_muon(momentum=0.9), 3e-3),
-    "ng-soap": Contender(_ng_soap, 2e-3),
+    "ng-soap": Contender(_ng_soap(), 2e-3),
+    "ng-soap-published": Contender(_ng_soap(nesterov=False, moments="sorted", early=False, damping=1e-16), 2e-3),
+    "ng-soap-adam": Contender(_ng_soap(nesterov=False), 2e-3),
+    "ng-soap-sorted": Contender(_ng_soap(moments="sorted"), 2e-3),
     "ng-shampoo": Contender(_ng_shampoo, 3e-3),
     "muon-original": Contender(_muon("original", 10.0), 2e-3),
     "kl-shampoo-95": Contender(_kl_shampoo((0.95, 0.95)), 2e-3),

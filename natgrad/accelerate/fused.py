@@ -230,9 +230,18 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     return list(torch._foreach_mul(list(tensors), factor))
 
 
-def lerp(old: Sequence[Tensor], new: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """(1 − w) x + w y of every pair."""
-    return list(torch._foreach_lerp(list(old), list(new), weight))
+def lerp(old: Sequence[Tensor], new: Sequence[Tensor], weight: float | Tensor) -> list[Tensor]:
+    """(1 − w) x + w y of every pair.
+
+    >>> lerp([torch.zeros(1)], [torch.ones(1)], torch.tensor(0.25))
+    [tensor([0.2500])]
+    """
+    if not isinstance(weight, Tensor):
+        return list(torch._foreach_lerp(list(old), list(new), weight))
+    out = list(torch._foreach_sub(list(new), list(old)))  # torch would read the weight, which waits for the device
+    torch._foreach_mul_(out, weight)
+    torch._foreach_add_(out, list(old))
+    return out
 
 
 def divided(tensors: Sequence[Tensor], divisors: Sequence[float]) -> list[Tensor]:

@@ -36,6 +36,7 @@ from natgrad.optim.update import (
     check_numbers,
     common_damping,
     complete,
+    corrected_weight,
     displacement,
     like,
     plain_step,
@@ -74,11 +75,12 @@ class NaturalGradient(torch.optim.Optimizer):
 
     ``momentum_on="steps"`` averages steps, m ← μm + v, θ ← θ − lr·m. ``momentum_on="gradients"`` averages gradients, m
     ← μm + (1 − μ)ω, and applies the current metric to the average, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983).
-    Use "gradients" if the gradient is noisy: a sum of steps that were computed with different metrics is a descent
-    direction of none of them. Weight decay is decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change
-    between steps; λ must be the same in all groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue,
-    factor by factor, and the groups hold ε. A parameter whose ``.grad`` is None does not move in that step; the steps
-    of the others are those with a zero gradient there.
+    With ``nesterov=False`` v = (m/(1 − μᵗ))♯ in step t, as in Adam (Kingma and Ba 2015). Use "gradients" if the
+    gradient is noisy: a sum of steps that were computed with different metrics is a descent direction of none of them.
+    Weight decay is decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change between steps; λ must be
+    the same in all groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the
+    groups hold ε. A parameter whose ``.grad`` is None does not move in that step; the steps of the others are those
+    with a zero gradient there.
 
     When a step raises an error, parameters and momentum are unchanged. Kronecker factors and their inverses are updated
     in place: those of some layers may have changed, and the inverses are then computed again in the next step. A step
@@ -130,6 +132,7 @@ class NaturalGradient(torch.optim.Optimizer):
         damping: Damping = 1e-2,
         momentum: float = 0.0,
         momentum_on: MomentumOn = "steps",
+        nesterov: bool = True,
         weight_decay: float = 0.0,
         groups: Iterable[dict[str, Any]] = (),
         fallback: Fallback = None,
@@ -151,6 +154,7 @@ class NaturalGradient(torch.optim.Optimizer):
             generator=(generator, (torch.Generator, type(None)), "a torch.Generator"),
             memory=(memory, Real, "a number of bytes"),
             strict=(strict, bool, "True or False"),
+            nesterov=(nesterov, bool, "True or False"),
         )
         refuse_sharded(model)
         load_compiler()
@@ -195,7 +199,7 @@ class NaturalGradient(torch.optim.Optimizer):
         elif metric.source == "backward":
             schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
-        self.rule, self.momentum_on = step, momentum_on
+        self.rule, self.momentum_on, self.nesterov = step, momentum_on, nesterov
         scale_free = isinstance(step, Normalised | Polar)
         check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
         queried = not isinstance(step, PlainRule)
@@ -203,7 +207,13 @@ class NaturalGradient(torch.optim.Optimizer):
         optional = backed if ruled else frozenset()
         self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check, queried, optional)
         self.preconditioner = Preconditioner(
-            solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
+            solver,
+            schedule,
+            damping=damping,
+            device=device,
+            world=world,
+            power_share=step.power_share,
+            of_gradients=of_gradients,
         )
         self.flag = Flag()
         # Gradients that are too many to copy lie in few places: those of passes with and without an estimate.
@@ -241,7 +251,7 @@ class NaturalGradient(torch.optim.Optimizer):
         lines[-1] += closure
         if isinstance(self.preconditioner.damping, Relative):
             lines.append("damping: relative to the mean eigenvalue of every factor")
-        lines.append(f"momentum: on {self.momentum_on}")
+        lines.append(f"momentum: on {self._momentum}")
         if count := sum(map(len, self._adamw_members)):
             lines.append(f"fallback: AdamW for {count} of {len(self._params)} parameters")
         return "\n".join([*lines, rest])
@@ -271,7 +281,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
         tracker, damping = self.tracker, self.preconditioner.damping
-        result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self.momentum_on)
+        result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self._momentum)
         names = [name for pairs in self._adamw_members for name, _ in pairs]
         return replace(result, notes=(*result.notes, f"AdamW steps {', '.join(names)}")) if names else result
 
@@ -357,7 +367,8 @@ class NaturalGradient(torch.optim.Optimizer):
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
-        self.tracker.commit(self.preconditioner.informed(G), estimated)
+        G = self.preconditioner.followed(self.preconditioner.informed(G))
+        self.tracker.commit(G, estimated)
 
     def _captures_metric(self, without_grad: frozenset[str]) -> bool:
         """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
@@ -388,8 +399,9 @@ class NaturalGradient(torch.optim.Optimizer):
         names, count = [*ω, *of_adamw], len(ω)
 
         def run(gradients: Sequence[Tensor], numbers: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
-            rates = numbers[: len(self.param_groups)]
-            update, named = self._update(idle, rates), list(zip(names, gradients, strict=True))
+            rates, means = numbers[: len(self.param_groups)], numbers[len(self.param_groups) :]
+            update = self._update(idle, rates, means[: len(averaged)])
+            named = list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
             if average is not None:
                 average[0](of_step, numbers[-1])
@@ -400,7 +412,8 @@ class NaturalGradient(torch.optim.Optimizer):
             return velocity, flag.value
 
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
-        weights = [] if average is None else [average[1]]
+        averaged = self._averaged()
+        weights = [*averaged, *([] if average is None else [average[1]])]
         if idle - self.tracker.outside or not complete or inverse.remembers or not is_asynchronous(gradients[0].device):
             velocity, _ = run(gradients, [*rates, *weights])
         else:
@@ -412,10 +425,34 @@ class NaturalGradient(torch.optim.Optimizer):
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         return _Plain(rates, idle, velocity, number_of(damping))
 
-    def _update(self, without_grad: frozenset[str], rates: Sequence[Rate] | None = None) -> ParamUpdate:
-        groups, on = self.param_groups, self.momentum_on
-        members = self._division[0]
-        return ParamUpdate(groups, members, self.state, momentum_on=on, without_grad=without_grad, rates=rates)
+    def _update(
+        self,
+        without_grad: frozenset[str],
+        rates: Sequence[Rate] | None = None,
+        weights: Sequence[Rate] | None = None,
+    ) -> ParamUpdate:
+        return ParamUpdate(
+            self.param_groups,
+            self._division[0],
+            self.state,
+            momentum_on=self.momentum_on,
+            without_grad=without_grad,
+            rates=rates,
+            weights=weights,
+        )
+
+    def _averaged(self) -> list[float]:
+        """The weight of this step's gradient in the momentum of every group, if that is corrected for its start."""
+        if self.nesterov or self.momentum_on == "steps":
+            return []
+        return [corrected_weight(float(group["momentum"]), self.tracker.step + 1) for group in self.param_groups]
+
+    @property
+    def _momentum(self) -> str:
+        """What the momentum is on, in words."""
+        return (
+            self.momentum_on if self.nesterov or self.momentum_on == "steps" else "gradients, without Nesterov's step"
+        )
 
     def _adamw(self) -> AdamWUpdate:
         return AdamWUpdate(self.param_groups, self._adamw_members, self.state)
@@ -465,7 +502,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """Any rule: a displacement is formed, checked and applied."""
         tracker, inverse = self.tracker, self.preconditioner
         params = {name: p.detach() for name, p in tracker.model.params.items()}
-        update = self._update(idle)
+        update = self._update(idle, weights=self._averaged())
         remembered: Vector | Covector | None = None
         self.flag.check(ω, "the gradient")  # a rule may make a finite step of one that is not: sign(NaN) = 0
         adamw = self._adamw()
@@ -605,7 +642,7 @@ class NaturalGradient(torch.optim.Optimizer):
         state, device = super().state_dict(), self.tracker.model.example.device
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         plain = _copied(state["state"])
-        entry = export(self.tracker, self.preconditioner) | {"momentum_on": self.momentum_on}
+        entry = export(self.tracker, self.preconditioner) | {"momentum_on": self._momentum}
         keys = [key for group in state["param_groups"] for key in group["params"]]
         names = {id(p): name for name, p in self._params.items()}
         ordered = [names[id(p)] for group in self.param_groups for p in group["params"]]
@@ -658,7 +695,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         state_dict = joined(state_dict)
         go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
-        check_signature("optimizer", state_dict["natgrad"], {"momentum_on": self.momentum_on})
+        check_signature("optimizer", state_dict["natgrad"], {"momentum_on": self._momentum})
         check_plain(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.

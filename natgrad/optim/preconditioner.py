@@ -30,6 +30,7 @@ class Preconditioner:
     """(G + λ)⁻¹, which a solver computes again when the schedule says so, if G or λ has changed.
 
     ``world``: the processes that share the work. ``power_share`` s: the step rule needs (G + λ)^-sp of a metric G^p.
+    ``of_gradients``: G is a moving average of gradients (``BatchGradient``).
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Preconditioner:
         device: torch.device,
         world: World,
         power_share: float = 1.0,
+        of_gradients: bool = False,
     ) -> None:
         self.solver, self.schedule, self.world, self.power_share = solver, schedule, world, power_share
         self.inverse: Inverse | None = None
@@ -50,6 +52,8 @@ class Preconditioner:
         self.outdated = False  # the metric has been estimated since it was inverted
         self.inverted = 0  # the step in which the inverse was made
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
+        # Whether the basis of the metric is renewed after a step. Without a period nobody knows when the next is due.
+        self._follows = of_gradients and schedule.structure.has_basis and not schedule.fresh
         self._device = device
         self._warned = False  # of a factorisation that failed
         self.version = 0  # changes with the memory that the inverse is in
@@ -90,10 +94,28 @@ class Preconditioner:
         if self.due(damping):
             if self.freshness is not None:
                 self.freshness.begin()
-            return self._renewed(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
+            return self._renewed(G) if self._renews_basis() else G
         if self.freshness is not None and changed:
             self.freshness.measure(G, self._step)
         return G
+
+    def _renews_basis(self) -> bool:
+        """Whether the metric has new eigenvectors in this step, in which it is inverted."""
+        if self._follows:
+            return False
+        return self.inverse is None or self.schedule.basis_due(self._step)
+
+    def followed(self, G: Operator) -> Operator:
+        """After a step G, a metric of gradients, in its new basis, if the next step has one (Vyas et al. 2024).
+
+        So the next gradient is measured in the basis that it is divided in. The first basis is that of the first
+        gradient, which is all that G has seen then.
+        """
+        due = self.schedule.inverse_due(self._step + 1) and self.schedule.basis_due(self._step + 1)
+        if not self._follows or self._step == 0 or not due:
+            return G
+        self.outdated = True
+        return self._renewed(G)
 
     def informed(self, G: Operator) -> Operator:
         """G, with what its next estimates need of an inverse that was made in this step."""

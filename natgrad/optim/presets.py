@@ -31,7 +31,7 @@ from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed, KLClip
 from natgrad.structures.base import Structure
 from natgrad.structures.diagonal import Diagonal
-from natgrad.structures.eigen_kronecker import EigenKronecker
+from natgrad.structures.eigen_kronecker import EigenKronecker, Moments
 from natgrad.structures.kernel import Kernel
 from natgrad.structures.kronecker import Fit, Kronecker
 from natgrad.structures.refresh import Refresh
@@ -489,11 +489,13 @@ def SOAP(
     lr: float = 3e-3,
     weight_decay: float = 0.1,
     momentum: float = 0.95,
+    nesterov: bool = True,
     damping: Damping = _TINY,
     decay: float = 0.95,
     metric_every: int = 1,
     basis_every: int = 10,
     early: bool = True,
+    moments: Moments = "carried",
     largest: int = LARGEST,
     fallback: Structure | Literal["adamw"] | None = "adamw",
     groups: Iterable[dict[str, Any]] = (),
@@ -502,12 +504,15 @@ def SOAP(
     """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
 
     Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²] in every step: this is
-    ``EigenKronecker(power=½, eigenvectors="iterated")``. Every ``basis_every`` steps and (``early``) in the steps 1, 2,
-    4, 8, … Q ← QR(SQ), P ← QR(AP). What differs from the paper's algorithm: the first gradient takes a step; D is
-    carried into a new basis, where the paper only sorts it; λ is 10⁻⁶ of the mean of D (the paper adds 10⁻⁸ to √D:
-    ``damping=1e-16``), so that rounding along directions without a gradient is not amplified; momentum is Nesterov's
-    and not corrected for its start, so that the first steps are shorter; AdamW steps what it steps in ``Natural``, but
-    matrices with one row or column.
+    ``EigenKronecker(power=½, eigenvectors="iterated")``. The first basis is that of the first gradient. After every
+    ``basis_every`` steps, and (``early``) after 3, 7, … steps, Q ← QR(SQ), P ← QR(AP).
+
+    ``ng.SOAP(model, nesterov=False, moments="sorted", early=False, damping=1e-16)`` takes the steps of the paper's
+    algorithm for matrices; the authors' code takes none with the first gradient. The defaults differ: D is carried
+    into a new basis, where the paper only sorts it (``moments``, see ``EigenKronecker``); λ is 10⁻⁶ of the mean of D,
+    so that rounding along directions without a gradient is not amplified; momentum is Nesterov's, and not corrected
+    for its start, so that the first steps are shorter. The offsets of a kernel share Q and P. AdamW steps what it steps
+    in ``Natural``, but matrices with one row or column.
 
     Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
     later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another
@@ -521,7 +526,7 @@ def SOAP(
         model,
         _GRADIENTS,
         structure=Refresh(
-            EigenKronecker(largest=largest, power=0.5, eigenvectors="iterated"),
+            EigenKronecker(largest=largest, power=0.5, eigenvectors="iterated", moments=moments),
             metric_every,
             decay,
             early=early,
@@ -533,6 +538,7 @@ def SOAP(
         damping=damping,
         momentum=momentum,
         momentum_on="gradients",
+        nesterov=nesterov,
         weight_decay=weight_decay,
         groups=groups,
         fallback=fallback,
@@ -546,6 +552,7 @@ def Muon(
     lr: float = 3e-3,
     weight_decay: float = 0.1,
     momentum: float = 0.95,
+    nesterov: bool = True,
     rms: float = 0.2,
     iteration: Literal["muon", "minimax"] = "muon",
     fallback: Literal["adamw"] | None = "adamw",
@@ -555,12 +562,12 @@ def Muon(
 
     Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
     ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch, up to
-    rounding in bfloat16. For matrices with both sides of 256 or more, other products compute the same iteration in less
-    time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up to 30 %: the iteration enlarges
-    rounding). Both are further than 10 % from UVᵀ, because five iterations do not converge; this one is no further from
-    it than torch's by more than 1 %. ``iteration="minimax"`` converges. A kernel [o i *k] is the matrix [o i·k]; AdamW
-    steps what it steps in ``Natural``. M and the other arguments are those of ``Natural``, ``iteration`` is that of
-    ``Polar``.
+    rounding in bfloat16, with ``nesterov=False``, too. For matrices with both sides of 256 or more, other products
+    compute the same iteration in less time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up
+    to 30 %: the iteration enlarges rounding). Both are further than 10 % from UVᵀ, because five iterations do not
+    converge; this one is no further from it than torch's by more than 1 %. ``iteration="minimax"`` converges. A kernel
+    [o i *k] is the matrix [o i·k]; AdamW steps what it steps in ``Natural``. M and the other arguments are those of
+    ``Natural``, ``iteration`` is that of ``Polar``.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -574,6 +581,7 @@ def Muon(
         lr=lr,
         momentum=momentum,
         momentum_on="gradients",
+        nesterov=nesterov,
         weight_decay=weight_decay,
         groups=groups,
         fallback=fallback,

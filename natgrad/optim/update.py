@@ -29,7 +29,20 @@ Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step
 _COMMON = frozenset(
     (
         *("power", "rms", "polar", "fit", "factors", "decay", "metric_every", "inverse_every", "basis_every", "early"),
-        *("structure", "solver", "step", "momentum_on", "betas", "eps", "wd", "sharing", "largest", "strict", "rules"),
+        *(
+            "structure",
+            "solver",
+            "step",
+            "momentum_on",
+            "nesterov",
+            "betas",
+            "eps",
+            "wd",
+            "sharing",
+            "largest",
+            "strict",
+            "rules",
+        ),
     )
 )
 
@@ -93,6 +106,15 @@ def check_momentum_on(momentum_on: str) -> None:
         raise ValueError(f'momentum_on must be "gradients" (before the metric) or "steps" (after), got {momentum_on!r}')
 
 
+def corrected_weight(momentum: float, step: int) -> float:
+    """(1 − μ)/(1 − μᵗ), the weight of the gradient number t = 1, 2, … in an average that is corrected for its start.
+
+    >>> [round(corrected_weight(0.5, t), 4) for t in (1, 2, 3)]
+    [1.0, 0.6667, 0.5714]
+    """
+    return (1 - momentum) / (1 - momentum**step)
+
+
 def refuse_two_momenta(rule: StepRule, groups: Iterable[Mapping[str, Any]]) -> None:
     """A rule that has a momentum of its own would ignore that of a group."""
     if rule.has_momentum and any(group["momentum"] for group in groups):
@@ -122,6 +144,7 @@ class MovingGroup:
     weight_decay: float
     state: MutableMapping[Tensor, Any]  # of torch.optim
     momentum_on: MomentumOn
+    weight: Rate | None  # w of a gradient in a corrected average; None: 1 − μ, and Nesterov's step
 
     @property
     def momenta(self) -> dict[str, Tensor]:
@@ -132,13 +155,13 @@ class MovingGroup:
         return {name: state["momentum"] for name, state in states if "momentum" in state}
 
     def remember(self, values: Sequence[Tensor], gate: Tensor | None) -> None:
-        """On steps m ← ``values``, the velocities, which are overwritten; on gradients m ← μm + (1 − μ)·``values``."""
+        """On steps m ← ``values``, the velocities, which are overwritten; on gradients m ← (1 − w)m + w·``values``."""
         for p in self.params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
         momenta = [self.state[p]["momentum"] for p in self.params]
         if self.momentum_on == "gradients":
-            fused.average_(momenta, values, 1 - self.momentum, gate=gate)
+            fused.average_(momenta, values, 1 - self.momentum if self.weight is None else self.weight, gate=gate)
         else:
             fused.move_(momenta, values, gate=gate)
 
@@ -152,10 +175,11 @@ class MovingGroup:
 class ParamUpdate:
     """Learning rates, weight decay and momentum in one step: θ ← (1 − lr·wd)θ − lr·m.
 
-    ``momentum_on`` "steps": m ← μm + v. On "gradients", m ← μm + (1 − μ)ω, and the step is (μm + (1 − μ)ω)♯. A
-    parameter ``without_grad`` does not move, has no weight decay and keeps its momentum, as in torch.optim.
-    ``members``: names and parameters of every group, those that have a metric. ``rates`` take the place of the learning
-    rates of the groups.
+    ``momentum_on`` "steps": m ← μm + v. On "gradients", m ← μm + (1 − μ)ω, and the step is (μm + (1 − μ)ω)♯; with
+    ``weights`` w, one for each group, m ← (1 − w)m + wω, and the step is m♯ (``corrected_weight``). A parameter
+    ``without_grad`` does not move, has no weight decay and keeps its momentum, as in torch.optim. ``members``: names
+    and parameters of every group, those that have a metric. ``rates`` take the place of the learning rates of the
+    groups.
     """
 
     def __init__(
@@ -167,15 +191,18 @@ class ParamUpdate:
         momentum_on: MomentumOn,
         without_grad: frozenset[str] = frozenset(),
         rates: Sequence[Rate] | None = None,
+        weights: Sequence[Rate] | None = None,
     ) -> None:
         self.without_grad, self.state, self.groups = without_grad, state, list[MovingGroup]()
         self.momentum_on = momentum_on
-        for group, of_group, rate in zip(groups, members, rates or [group["lr"] for group in groups], strict=True):
+        rates = rates or [group["lr"] for group in groups]
+        of_momenta: Sequence[Rate | None] = weights or [None] * len(groups)
+        for group, of_group, rate, weight in zip(groups, members, rates, of_momenta, strict=True):
             moving = [(name, p) for name, p in of_group if name not in without_grad] if without_grad else of_group
             if moving:
                 names, params = zip(*moving, strict=True)
                 numbers = group["momentum"], group["weight_decay"]
-                self.groups.append(MovingGroup(names, params, rate, *numbers, state, momentum_on))
+                self.groups.append(MovingGroup(names, params, rate, *numbers, state, momentum_on, weight))
 
     @property
     def rates(self) -> list[tuple[Sequence[str], Rate]]:
@@ -208,12 +235,13 @@ class ParamUpdate:
         return self.at_rest(Vector(whole))
 
     def smoothed(self, ω: Covector) -> Covector:
-        """What the metric acts on: ω, or with momentum on gradients μm + (1 − μ)ω for the new m (Nesterov 1983)."""
+        """What the metric acts on: ω, or with momentum on gradients the new m, or μm + (1 − μ)ω (Nesterov 1983)."""
         if self.momentum_on == "steps":
             return ω
         out = dict(ω)
         for group in self.groups:
-            weight, momenta = 1 - group.momentum**2, group.momenta  # μ(μm + (1 − μ)ω) + (1 − μ)ω = μ²m + (1 − μ²)ω
+            ahead = 1 - group.momentum**2  # μ(μm + (1 − μ)ω) + (1 − μ)ω = μ²m + (1 − μ²)ω
+            momenta, weight = group.momenta, ahead if group.weight is None else group.weight
             first = [name for name in group.names if name not in momenta]
             if momenta:
                 news = fused.lerp(list(momenta.values()), [ω[name] for name in momenta], weight)
@@ -282,7 +310,7 @@ def plain_step(
 ) -> dict[str, Tensor]:
     """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the numbers c of the rule: everything in place.
 
-    With momentum on gradients v = (μm + (1 − μ)ω)♯ for the new m, and θ ← (1 − lr·wd)θ − lr·c·v.
+    With momentum on gradients v = (μm + (1 − μ)ω)♯ or m♯ for the new m, and θ ← (1 − lr·wd)θ − lr·c·v.
 
     On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
     there, the old values stay, and the kernels can be captured. ``beside``: gradients that are not in ω and must be

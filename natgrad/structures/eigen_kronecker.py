@@ -45,6 +45,7 @@ from natgrad.structures.layered import (
 )
 
 Eigenvectors: TypeAlias = Literal["exact", "iterated"]
+Moments: TypeAlias = Literal["carried", "sorted"]
 
 
 @final
@@ -62,7 +63,10 @@ class EigenKronecker(Layered):
     its columns sorted (Vyas et al. 2024). On a GPU this is several times as fast, and follows S well enough if that
     changes slowly; the first basis is exact. The signs of the columns do not matter, and depend on the device.
 
-    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``).
+    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``). ``moments``: what D becomes
+    when the basis is renewed. It is "carried" there, D' = (Q'ᵀQ)² D (PᵀP')², the diagonal of the metric in the new
+    basis; or "sorted" with the columns, and not changed otherwise (Vyas et al. 2024), which takes less time, and is for
+    iterated eigenvectors, as others have nothing to do with their predecessors.
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 2, bias=False)
@@ -75,9 +79,17 @@ class EigenKronecker(Layered):
     gradient_in_place: ClassVar[bool] = True
     has_basis: ClassVar[bool] = True
     eigenvectors: Eigenvectors = field(default="exact", kw_only=True)
+    moments: Moments = field(default="carried", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.moments not in ("carried", "sorted"):
+            raise ValueError(f'EigenKronecker(moments=…) is "carried" or "sorted", not {self.moments!r}')
+        if self.moments == "sorted" and self.eigenvectors == "exact":
+            raise ValueError(
+                'EigenKronecker(moments="sorted") keeps D where the columns of the basis move little: give '
+                'eigenvectors="iterated", or moments="carried"'
+            )
         if self.eigenvectors not in ("exact", "iterated"):
             raise ValueError(f'EigenKronecker(eigenvectors=…) is "exact" or "iterated", not {self.eigenvectors!r}')
 
@@ -126,6 +138,7 @@ class EigenKronecker(Layered):
             split.unseen,
             power=self.power,
             eigenvectors=self.eigenvectors,
+            moments=self.moments,
         )
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> EigenKroneckerOperator:
@@ -149,6 +162,7 @@ class EigenKronecker(Layered):
             split.unseen,
             power=self.power,
             eigenvectors=self.eigenvectors,
+            moments=self.moments,
         )
 
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> EigenKroneckerOperator:
@@ -200,6 +214,7 @@ class EigenKronecker(Layered):
             split.unseen,
             power=self.power,
             eigenvectors=self.eigenvectors,
+            moments=self.moments,
         )
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
@@ -235,6 +250,7 @@ class EigenKroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     eigenvectors: Eigenvectors = field(default="exact", kw_only=True)
+    moments: Moments = field(default="carried", kw_only=True)
     in_place: bool = field(default=False, kw_only=True)  # its basis is renewed where it is, and no other metric's
 
     @property
@@ -291,15 +307,27 @@ class EigenKroneckerOperator(LayerOperator):
         return replace(self, left=left, right=right, basis=basis, scales=scales, in_place=True)
 
     def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
-        """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
-        basis = self._next_basis(range(len(self.blocks))) if sharing is None else self._shared_basis(sharing)
+        """In the eigenvectors of S and A as they are now, with D ``carried`` there, or ``sorted``."""
+        before = self if self.moments == "carried" else self._sorted()
+        basis = before._next_basis(range(len(self.blocks))) if sharing is None else before._shared_basis(sharing)
         fallback = None if self.fallback is None else self.fallback.renewed()
-        scales, old = basis.carried(self.scales, self.basis), self.basis
+        scales, old = basis.carried(self.scales, self.basis) if before is self else before.scales, self.basis
         if not self.in_place or [q is None for q in basis.both] != [q is None for q in old.both]:
             return replace(self, basis=basis, scales=scales, fallback=fallback, in_place=False)
         here, there = ([t for t in (*b.both, *d) if t is not None] for b, d in ((old, self.scales), (basis, scales)))
         copy_(here, there)
         return replace(self, basis=replace(old, failures=basis.failures), fallback=fallback)
+
+    def _sorted(self) -> EigenKroneckerOperator:
+        """The same metric, the columns of Q sorted by qᵀSq, the largest first, those of P by pᵀAp, and D with them."""
+        left, right, scales = list(self.basis.left), list(self.basis.right), list(self.scales)
+        for side, factors, axis in ((left, self.left, 1), (right, self.right, 2)):
+            for b, (q, F) in enumerate(zip(tuple(side), factors, strict=True)):
+                if q is not None:
+                    order = (q * (F @ q)).sum(1).argsort(dim=1, descending=True)  # [c d]
+                    side[b] = torch.take_along_dim(q, order[:, None], 2)
+                    scales[b] = torch.take_along_dim(scales[b], order.unsqueeze(3 - axis), axis)
+        return replace(self, basis=Basis(tuple(left), tuple(right), self.basis.failures), scales=tuple(scales))
 
     def _next_basis(self, numbers: Sequence[int]) -> Basis:
         """The eigenvectors of S and A of these layers, or the old basis after a step of the iteration towards them."""

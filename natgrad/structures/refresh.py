@@ -40,7 +40,8 @@ class Refresh(Structure):
     repeated and resumed bit for bit.
 
     ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
-    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.
+    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted. Those of a
+    metric of gradients (``BatchGradient``) are computed at the end of the step before.
 
     The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full
     weight. Kronecker factors of one process are also weighted by their numbers of examples. The optimizers use this;

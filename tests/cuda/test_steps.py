@@ -106,6 +106,9 @@ def _same_shapes() -> nn.Module:
 
 EIGENBASIS: dict[str, Make] = {
     "soap": lambda model: ng.SOAP(model, lr=1e-3, basis_every=5, damping=ng.Relative(0.1)),
+    "published": lambda model: ng.SOAP(
+        model, lr=1e-3, basis_every=5, damping=ng.Relative(0.1), nesterov=False, moments="sorted"
+    ),
     "exact": lambda model: ng.NaturalGradient(
         model,
         ng.BatchGradient(),

@@ -193,6 +193,10 @@ CASES = {
     "shampoo": Case(lambda m: ng.Shampoo(m, lr=0.02, inverse_every=2), pieces=2),
     # Of gradients with a null space of more dimensions rounding chooses the basis, as for EK-FAC below.
     "soap": Case(lambda m: ng.SOAP(m, lr=0.02, damping=ng.Relative(1e-2)), lambda: nn.Linear(3, 3)),
+    "soap_published": Case(
+        lambda m: ng.SOAP(m, lr=0.02, damping=ng.Relative(1e-2), nesterov=False, moments="sorted", basis_every=3),
+        lambda: nn.Linear(3, 3),
+    ),
     "muon": Case(lambda m: ng.Muon(m, lr=0.02, iteration="minimax")),
     # The loss of a process has twice the weight here; a step of a given size does not depend on that.
     "own_backward": Case(

@@ -45,6 +45,7 @@ MAKES: dict[str, Make] = {
     "natural": lambda m: ng.Natural(m, lr=0.01),
     "shampoo": lambda m: ng.Shampoo(m, lr=0.01),
     "soap": lambda m: ng.SOAP(m, lr=0.01),
+    "soap_published": lambda m: ng.SOAP(m, lr=0.01, nesterov=False, moments="sorted", early=False, metric_every=2),
     "muon": lambda m: ng.Muon(m, lr=0.01),
     "dense": _structured(ng.Refresh(ng.Dense(), every=5)),
     "block_dense": _structured(ng.Refresh(ng.BlockDense(), every=5)),

@@ -226,8 +226,9 @@ def test_second_moments_are_averaged_in_a_basis_that_stays(largest: int) -> None
         torch.testing.assert_close(found[f"{name}/S"][0], s if len(s) <= largest else s.diagonal())
 
 
-def test_the_half_power_of_the_diagonal_is_adam() -> None:
-    """Without momentum: θ ← θ − lr g/√v̂, with Adam's correction for the start of the average."""
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_half_power_of_the_diagonal_is_adam(momentum: float) -> None:
+    """θ ← θ − lr m̂/√v̂, with Adam's corrections for the start of the averages."""
 
     def trained(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Tensor:
         torch.manual_seed(0)
@@ -235,8 +236,9 @@ def test_the_half_power_of_the_diagonal_is_adam() -> None:
         steps(model, images, make(model), 5)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    expected = trained(lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.0, DECAY), eps=0.0))
-    found = trained(lambda m: optimizer(m, ng.Diagonal(power=0.5), lr=1e-2, damping=0.0))
+    expected = trained(lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, betas=(momentum, DECAY), eps=0.0))
+    options: dict[str, Any] = {"momentum": momentum, "momentum_on": "gradients", "nesterov": False}
+    found = trained(lambda m: optimizer(m, ng.Diagonal(power=0.5), lr=1e-2, damping=0.0, **options))
     torch.testing.assert_close(found, expected)
 
 

@@ -82,14 +82,15 @@ class Lent:
         self.optimizer.step()
 
 
-def test_muon_takes_the_steps_of_torchs_muon_and_of_its_adamw() -> None:
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_takes_the_steps_of_torchs_muon_and_of_its_adamw(nesterov: bool) -> None:
     """In bfloat16, where products in another order differ in the third digit; AdamW's part is equal."""
     model, hand = _net(torch.float32), _net(torch.float32)
     hidden, rest = _parts(hand)
-    options: dict[str, Any] = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    options: dict[str, Any] = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw", "nesterov": nesterov}
     muon = Lent(hidden, lambda params: torch.optim.Muon(params, lr=0.01, **options))
     start = oracle.flatten(model.parameters())
-    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1)])
+    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1, nesterov=nesterov)])
     expected = _train(hand, [muon, _adamw(rest, 0.01, 0.1)])
     for θ, other in zip(found, expected, strict=True):
         assert (θ - other).norm() < 0.02 * (other - start).norm()
@@ -346,29 +347,68 @@ def test_natural_with_whole_factors_and_without_the_polar_factor_is_kl_shampoo()
         assert torch.equal(θ, other)
 
 
-def test_soap_takes_the_steps_of_the_reference_of_the_paper_in_a_fixed_basis() -> None:
-    """Adam's step in the eigenbasis of the first gradient, without momentum.
+def test_shampoo_steps_along_those_of_2018() -> None:
+    """Gupta, Koren and Singer (2018): v = L^-¼ G R^-¼, L = ε + Σ GGᵀ, R = ε + Σ GᵀG: with means in place of sums."""
 
-    The first gradient is in our D and not in the reference's, which forgets it: 0.95²⁰⁰ of it is left at the end.
-    """
+    def root(F: Tensor) -> Tensor:
+        λ, Q = torch.linalg.eigh(F)
+        return (Q * λ**-0.25) @ Q.T
+
+    linear = seeded(lambda: nn.Linear(5, 5, bias=False).double())
+    options: dict[str, Any] = {"momentum": 0.0, "decay": 1 - 1e-13, "inverse_every": 1, "damping": 1e-16}
+    opt = ng.Shampoo(linear, lr=0.01, power=0.25, weight_decay=0.0, **options)
+    L = R = 1e-9 * torch.eye(5, dtype=torch.float64)
+    for t in range(12):
+        g = seeded(lambda: torch.randn(5, 5, dtype=torch.float64), t)
+        L, R, before = L + g @ g.T, R + g.T @ g, linear.weight.detach().clone()
+        linear.weight.grad = g.clone()
+        opt.step()
+        v = root(L) @ g @ root(R)
+        torch.testing.assert_close(
+            before - linear.weight.detach(), 0.002 * v / v.square().mean().sqrt(), rtol=1e-5, atol=1e-9
+        )
+
+
+class AlgorithmOfSOAP(rivals.SOAP):
+    """Vyas et al. (2024), algorithm 3, as printed: the first gradient takes a step, which it does not in their code."""
+
+    def start(self, G: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+        """The bases of the first gradient; the step adds it to the factors."""
+        super().start(G, state, group)
+        for factor in state["factors"]:
+            factor.zero_()
+        return False
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+@pytest.mark.parametrize("size", [4, 7])
+def test_soap_as_published_takes_the_steps_of_the_paper(size: int, every: int) -> None:
+    """Up to ε, which is outside of the root there. If a matrix is not square, rounding chooses the first basis."""
     torch.manual_seed(0)
-    scales = torch.tensor([3.0, 1.0, 0.3], dtype=torch.float64)
-    module = nn.Linear(3, 4, bias=False).double()
+    module = nn.Linear(size, size, bias=False).double()
     w = nn.Parameter(module.weight.detach().clone())
-    ours = ng.SOAP(module, lr=1e-3, momentum=0.0, weight_decay=0.0, damping=1e-16, basis_every=1000, early=False)
-    theirs = rivals.SOAP([w], lr=1e-3, betas=(0.0, 0.95), weight_decay=0.0, frequency=1000)
-    for _ in range(200):
-        before = module.weight.detach().clone(), w.detach().clone()
-        g = torch.randn(4, 3, dtype=torch.float64) * scales
+    ours = ng.SOAP(
+        module,
+        lr=1e-2,
+        weight_decay=0.1,
+        nesterov=False,
+        moments="sorted",
+        early=False,
+        basis_every=every,
+        damping=1e-16,
+    )
+    theirs = AlgorithmOfSOAP([w], lr=1e-2, betas=(0.95, 0.95), weight_decay=0.1, frequency=every)
+    scales = torch.linspace(0.3, 3.0, size, dtype=torch.float64)
+    for _ in range(40):
+        g = torch.randn(size, size, dtype=torch.float64) * scales
         module.weight.grad, w.grad = g.clone(), g.clone()
         ours.step()
         theirs.step()
-    moved, expected = module.weight.detach() - before[0], w.detach() - before[1]
-    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(module.weight.detach(), w.detach(), rtol=0, atol=1e-7)
 
 
 def test_soap_takes_the_steps_of_a_dense_reference_in_every_basis() -> None:
-    """θ ← (1 − lr·wd)θ − lr·Q (QᵀMP/√(D + λ)) Pᵀ, Q ← QR(SQ), columns sorted, and D carried into the new basis."""
+    """θ ← (1 − lr·wd)θ − lr·Q (QᵀMP/√(D + λ)) Pᵀ, then Q ← QR(SQ), columns sorted, and D carried into the new basis."""
 
     def followed(F: Tensor, Q: Tensor) -> Tensor:
         return torch.linalg.qr(F @ Q[:, (Q * (F @ Q)).sum(0).argsort(descending=True)]).Q
@@ -383,13 +423,13 @@ def test_soap_takes_the_steps_of_a_dense_reference_in_every_basis() -> None:
         linear.weight.grad = g.clone()
         opt.step()
         weight = 0.05 / (1 - 0.95 ** (t + 1))
+        if t > 1 and _refreshes(t, 10):
+            old, (Q, P) = (Q, P), (followed(S, Q), followed(A, P))
+            D = (Q.T @ old[0]).square() @ D @ (old[1].T @ P).square()
         S, A = S.lerp(g @ g.T / 5, weight), A.lerp(g.T @ g / 5, weight)
         if t == 0:
             Q, P = torch.linalg.eigh(S).eigenvectors, torch.linalg.eigh(A).eigenvectors
         D = D.lerp((Q.T @ g @ P).square(), weight)
-        if t > 0 and _refreshes(t, 10):
-            old, (Q, P) = (Q, P), (followed(S, Q), followed(A, P))
-            D = (Q.T @ old[0]).square() @ D @ (old[1].T @ P).square()
         M, m = m.lerp(g, 1 - 0.95**2), m.lerp(g, 0.05)
         θ = (1 - 0.001) * θ - 0.01 * Q @ ((Q.T @ M @ P) / (D + 1e-6 * D.mean()).sqrt()) @ P.T
         torch.testing.assert_close(linear.weight.detach(), θ, rtol=1e-9, atol=1e-11)
