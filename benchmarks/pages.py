@@ -160,7 +160,7 @@ NAMES_OF_RACERS = {
             "own": "metric=ng.Empirical()",
         }.items()
     },
-    "natural-momentum-after": '`ng.Natural`, `momentum_on="steps"`',
+    "natural-momentum-after": 'the slots of Natural, `momentum_on="steps"`',
     "natural-fisher": "`Natural(model, Fisher(family, samples=1))`",
     "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
     **{
@@ -307,12 +307,6 @@ def best_rates(optimizer: str, folder: Path = RECORDS) -> str:
     return ", ".join(found)
 
 
-def _printed(folder: Path, name: str) -> list[list[str]]:
-    """The words of short tuning runs of which only the printed lines are left."""
-    log = folder / f"{name}-screen.log"
-    return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-
-
 @final
 @dataclass(frozen=True)
 class Screen:
@@ -330,12 +324,10 @@ def screens(folder: Path = RECORDS) -> dict[str, Screen]:
     records, out = Records.load(folder), {}
     for name in tasks():
         found: dict[int, dict[str, dict[float, float]]] = {}
-        printed = [words for words in _printed(folder, name) if words[1] in RACERS]
-        tried = [(int(words[8]), words[1], float(words[3]), float(words[5]), float(words[12])) for words in printed]
-        tried += [(r.run.steps, r.run.optimizer, r.run.lr, r.run.weight_decay, r.final) for r in records.of(name, TUNE)]
-        for steps, optimizer, lr, decay, loss in tried:
-            if optimizer in RACERS and decay == 0.1:
-                found.setdefault(steps, {}).setdefault(optimizer, {})[lr] = loss
+        for record in records.of(name, TUNE):
+            run = record.run
+            if run.optimizer in RACERS and run.weight_decay == 0.1:
+                found.setdefault(run.steps, {}).setdefault(run.optimizer, {})[run.lr] = record.final
         enough = {
             steps: {racer: dict(sorted(losses[racer].items())) for racer in RACERS if len(losses.get(racer, ())) > 2}
             for steps, losses in found.items()
@@ -376,11 +368,9 @@ def ends_of_the_grid(folder: Path = RECORDS) -> str:
     records = Records.load(folder)
     ends: dict[str, dict[str, list[str]]] = {"smallest": {}, "largest": {}}
     for name, task in tasks().items():
-        printed = _printed(folder, name)
         for row in _tuned_rows(records, task):
             names = {row[0], "natural-every-25"} if row[0] == "natural" else {row[0]}
             tried = {record.run.lr for each in names for record in records.of(name, TUNE, each)}
-            tried |= {float(words[3]) for words in printed if words[1] in names}
             if len(tried) < 2:
                 continue
             best = float(row[1].partition(",")[0])

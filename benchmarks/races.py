@@ -75,7 +75,8 @@ class Record:
     ``ms``: milliseconds a step, the median of the intervals between checkpoints without the first. A run that
     diverges ends there, and its ``loss`` is None. ``total``: seconds of training; ``wall``: with validation and all.
     ``peak_mib``: the peak memory of the run, without the data; older records count the workspaces of the runs before
-    them, too. ``graphed``: whether the passes were a CUDA graph.
+    them, too. ``graphed``: whether the passes were a CUDA graph. The first short runs of the ViT and of ResNet-18 have
+    their last checkpoint only, and zeros for what was not kept.
     """
 
     run: Run
