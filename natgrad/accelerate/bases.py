@@ -35,9 +35,11 @@ _TOLERANCE = 1e-4  # for ‖XᵀX − 1‖_F/√d, as it is measured
 
 
 def followed_all(
-    factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation = "auto"
+    factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation = "auto", sort: bool = True
 ) -> tuple[list[Tensor], Tensor | None]:
     """The Q of FQ for factors F and orthogonal Q [c d d] of many sizes, its columns sorted by qᵀFq, the largest first.
+
+    Without ``sort`` they stay in their order.
 
     On a GPU, in single precision, the second is the number [] of matrices whose columns were not orthogonal, and which
     are what they were before; nothing waits for the device. None, where Householder's method leaves no doubt. All sizes
@@ -56,7 +58,7 @@ def followed_all(
         chunks = _filled(by_size, [sum(factors[at].nbytes for at in batch) for batch in by_size])
     for batches in chunks:
         sides = (([stacked([side[at] for at in batch]) for batch in batches]) for side in (factors, bases))
-        news, failed = _followed_together(next(sides), next(sides), method)
+        news, failed = _followed_together(next(sides), next(sides), method, sort)
         failures += [] if failed is None else [failed]
         for batch, new in zip(batches, news, strict=True):
             for at, q in zip(batch, new.split([len(factors[at]) for at in batch]), strict=True):
@@ -83,7 +85,7 @@ def _by_cholesky(like: Tensor, method: Factorisation) -> bool:
 
 @torch.no_grad()
 def _followed_together(
-    factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation
+    factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation, sort: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """``followed_all`` of stacks F and Q of several sizes."""
     out: list[Tensor] = []
@@ -92,9 +94,10 @@ def _followed_together(
         moved: list[Tensor] = []
         for F, Q in zip(factors, bases, strict=True):
             M = product(F, Q)
-            order = (Q * M).sum(1).argsort(dim=1, descending=True).unsqueeze(1).expand_as(Q)
-            M = M.gather(2, order)
-            moved.append(_bounded(M, Q.gather(2, order)) if _by_cholesky(Q, method) else M)
+            if sort:
+                order = (Q * M).sum(1).argsort(dim=1, descending=True).unsqueeze(1).expand_as(Q)
+                M, Q = M.gather(2, order), Q.gather(2, order)
+            moved.append(_bounded(M, Q) if _by_cholesky(Q, method) else M)
         if not _by_cholesky(bases[0], method):
             return [torch.linalg.qr(M).Q for M in moved], None
         inverses = lower_inverses([torch.bmm(M.mT, M) for M in moved])

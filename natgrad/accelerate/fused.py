@@ -230,18 +230,22 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     return list(torch._foreach_mul(list(tensors), factor))
 
 
-def lerp(old: Sequence[Tensor], new: Sequence[Tensor], weight: float | Tensor) -> list[Tensor]:
-    """(1 − w) x + w y of every pair.
+def lerp(old: Sequence[Tensor], new: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """(1 − w) x + w y of every pair."""
+    return list(torch._foreach_lerp(list(old), list(new), weight))
 
-    >>> lerp([torch.zeros(1)], [torch.ones(1)], torch.tensor(0.25))
+
+def averaged(old: Sequence[Tensor], new: Sequence[Tensor], weight: float | Tensor) -> list[Tensor]:
+    """``lerp`` with a weight that may be a tensor [] in single precision: both round in the same way.
+
+    >>> averaged([torch.zeros(1)], [torch.ones(1)], torch.tensor(0.25))
     [tensor([0.2500])]
     """
-    if not isinstance(weight, Tensor):
-        return list(torch._foreach_lerp(list(old), list(new), weight))
-    out = list(torch._foreach_sub(list(new), list(old)))  # torch would read the weight, which waits for the device
+    x, y = ([t.float() if t.dtype in _HALF else t for t in side] for side in (old, new))
+    out = list(torch._foreach_sub(y, x))
     torch._foreach_mul_(out, weight)
-    torch._foreach_add_(out, list(old))
-    return out
+    torch._foreach_add_(out, x)
+    return [t.to(before.dtype) for t, before in zip(out, old, strict=True)]
 
 
 def divided(tensors: Sequence[Tensor], divisors: Sequence[float]) -> list[Tensor]:

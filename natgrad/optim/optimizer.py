@@ -75,7 +75,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     ``momentum_on="steps"`` averages steps, m ← μm + v, θ ← θ − lr·m. ``momentum_on="gradients"`` averages gradients, m
     ← μm + (1 − μ)ω, and applies the current metric to the average, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983).
-    With ``nesterov=False`` v = (m/(1 − μᵗ))♯ in step t, as in Adam (Kingma and Ba 2015). Use "gradients" if the
+    There, with ``nesterov=False``, v = (m/(1 − μᵗ))♯ in step t, as in Adam (Kingma and Ba 2015). Use "gradients" if the
     gradient is noisy: a sum of steps that were computed with different metrics is a descent direction of none of them.
     Weight decay is decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change between steps; λ must be
     the same in all groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the
@@ -367,8 +367,10 @@ class NaturalGradient(torch.optim.Optimizer):
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
-        G = self.preconditioner.followed(self.preconditioner.informed(G))
+        G = self.preconditioner.informed(G)
         self.tracker.commit(G, estimated)
+        if estimated:
+            self.tracker.average = self.preconditioner.followed(G)
 
     def _captures_metric(self, without_grad: frozenset[str]) -> bool:
         """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
@@ -512,8 +514,9 @@ class NaturalGradient(torch.optim.Optimizer):
 
         def smooth(ω: Covector) -> Covector:
             nonlocal remembered
-            remembered = ω if self.momentum_on == "gradients" else remembered
-            return update.smoothed(ω)
+            smoothed = update.smoothed(ω)
+            remembered = update.kept(ω, smoothed) if self.momentum_on == "gradients" else remembered
+            return smoothed
 
         def move(v: Vector) -> Vector:
             nonlocal remembered

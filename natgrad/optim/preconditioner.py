@@ -52,8 +52,8 @@ class Preconditioner:
         self.outdated = False  # the metric has been estimated since it was inverted
         self.inverted = 0  # the step in which the inverse was made
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
-        # Whether the basis of the metric is renewed after a step. Without a period nobody knows when the next is due.
-        self._follows = of_gradients and schedule.structure.has_basis and not schedule.fresh
+        # Whether the basis of the metric is renewed after a step, and not before it is inverted.
+        self._follows = of_gradients and schedule.structure.has_basis and schedule.inverse == 1
         self._device = device
         self._warned = False  # of a factorisation that failed
         self.version = 0  # changes with the memory that the inverse is in
@@ -106,16 +106,17 @@ class Preconditioner:
         return self.inverse is None or self.schedule.basis_due(self._step)
 
     def followed(self, G: Operator) -> Operator:
-        """After a step G, a metric of gradients, in its new basis, if the next step has one (Vyas et al. 2024).
+        """After a step with a new gradient, G in a new basis, if one is due before the next (Vyas et al. 2024).
 
-        So the next gradient is measured in the basis that it is divided in. The first basis is that of the first
+        So the next gradient is measured in the basis in which it is divided. The first basis is that of the first
         gradient, which is all that G has seen then.
         """
-        due = self.schedule.inverse_due(self._step + 1) and self.schedule.basis_due(self._step + 1)
-        if not self._follows or self._step == 0 or not due:
+        if not self._follows or self._step == 0 or not self.schedule.basis_due_after(self._step):
             return G
-        self.outdated = True
-        return self._renewed(G)
+        outdated, self.outdated = self.outdated, True  # the inverse has the old basis, also where this raises
+        renewed = self._renewed(G)
+        self.outdated = outdated or renewed is not G
+        return renewed
 
     def informed(self, G: Operator) -> Operator:
         """G, with what its next estimates need of an inverse that was made in this step."""

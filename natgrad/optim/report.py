@@ -257,7 +257,8 @@ def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]], momentum_on: 
     decay = ", ".join(dict.fromkeys(f"{g['weight_decay']:g}" for g in groups))
     closure = ", which needs opt.step(closure)" if rule.needs_closure else ""
     before = "covectors (m ← μm + (1 − μ)ω, before the metric)"
-    space = "vectors (m ← μm + v, v after the metric)" if momentum_on == "steps" else before
+    corrected = "covectors (m ← μm + (1 − μ)ω, corrected for its start, before the metric)"
+    space = {"steps": "vectors (m ← μm + v, v after the metric)", "gradients": before}.get(momentum_on, corrected)
     return (
         f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of {space}, "
         f"weight decay {decay} (decoupled)"

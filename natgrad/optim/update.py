@@ -112,7 +112,7 @@ def corrected_weight(momentum: float, step: int) -> float:
     >>> [round(corrected_weight(0.5, t), 4) for t in (1, 2, 3)]
     [1.0, 0.6667, 0.5714]
     """
-    return (1 - momentum) / (1 - momentum**step)
+    return (1 - momentum) / (1 - momentum**step) if momentum < 1 else 1 / step
 
 
 def refuse_two_momenta(rule: StepRule, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -155,15 +155,20 @@ class MovingGroup:
         return {name: state["momentum"] for name, state in states if "momentum" in state}
 
     def remember(self, values: Sequence[Tensor], gate: Tensor | None) -> None:
-        """On steps m ← ``values``, the velocities, which are overwritten; on gradients m ← (1 − w)m + w·``values``."""
+        """On steps m ← ``values``, the velocities, which are overwritten; on gradients m ← μm + (1 − μ)·``values``.
+
+        A corrected average has been computed before (``smoothed``): m ← ``values``.
+        """
         for p in self.params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
         momenta = [self.state[p]["momentum"] for p in self.params]
-        if self.momentum_on == "gradients":
-            fused.average_(momenta, values, 1 - self.momentum if self.weight is None else self.weight, gate=gate)
-        else:
+        if self.momentum_on == "steps":
             fused.move_(momenta, values, gate=gate)
+        elif self.weight is None:
+            fused.average_(momenta, values, 1 - self.momentum, gate=gate)
+        else:
+            fused.copy_(momenta, values, gate=gate)
 
     def decay(self, gate: Tensor | None) -> None:
         """θ ← (1 − lr·wd)θ."""
@@ -240,15 +245,22 @@ class ParamUpdate:
             return ω
         out = dict(ω)
         for group in self.groups:
-            ahead = 1 - group.momentum**2  # μ(μm + (1 − μ)ω) + (1 − μ)ω = μ²m + (1 − μ²)ω
-            momenta, weight = group.momenta, ahead if group.weight is None else group.weight
+            momenta = group.momenta
+            old, new = list(momenta.values()), [ω[name] for name in momenta]
+            if group.weight is not None:  # where there is no momentum yet, the first gradient counts in full
+                out.update(zip(momenta, fused.averaged(old, new, group.weight) if momenta else [], strict=True))
+                continue
+            weight = 1 - group.momentum**2  # μ(μm + (1 − μ)ω) + (1 − μ)ω = μ²m + (1 − μ²)ω
             first = [name for name in group.names if name not in momenta]
             if momenta:
-                news = fused.lerp(list(momenta.values()), [ω[name] for name in momenta], weight)
-                out.update(zip(momenta, news, strict=True))
+                out.update(zip(momenta, fused.lerp(old, new, weight), strict=True))
             if first and group.momentum:
                 out.update(zip(first, fused.scaled([ω[name] for name in first], weight), strict=True))
         return Covector(out)
+
+    def kept(self, ω: Covector, smoothed: Covector) -> Covector:
+        """What ``remember`` needs for momentum on gradients: ω, or a corrected average, which ``smoothed`` is."""
+        return smoothed if any(group.weight is not None for group in self.groups) else ω
 
     def accelerate(self, v: Vector) -> Vector:
         """μm + v, in the memory of v; v itself where the momentum is of gradients."""
@@ -261,7 +273,7 @@ class ParamUpdate:
     def apply(self, step: Step, remembered: Vector | Covector | None, flag: Flag) -> None:
         """Change parameters and momentum. Everything has been computed and checked.
 
-        ``remembered``: the velocity, or the covector that was smoothed.
+        ``remembered``: the velocity, or what is ``kept`` of gradients.
 
         A step that was refused starts the momentum anew: along a velocity that ascends every later step would be
         refused too.
@@ -320,6 +332,7 @@ def plain_step(
     if beside and not asynchronous:
         flag.check(beside, "the gradient")
     smoothed, on_steps, rates = update.smoothed(ω), update.momentum_on == "steps", update.rates
+    kept = update.kept(ω, smoothed)
     v, pairing = _direction(smoothed, inverse, rule, measured=rule.measured or not asynchronous)
     if pairing is None:
         square = torch.zeros(())  # nobody reads it
@@ -356,7 +369,7 @@ def plain_step(
         velocity = [v[name] for name in group.names]
         fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)
         if group.momentum:
-            group.remember(velocity if on_steps else [ω[name] for name in group.names], flag.value)
+            group.remember(velocity if on_steps else [kept[name] for name in group.names], flag.value)
     without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
     return {name: v[name] for group in without_velocity for name in group.names}
 

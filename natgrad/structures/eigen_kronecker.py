@@ -65,8 +65,8 @@ class EigenKronecker(Layered):
 
     An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``). ``moments``: what D becomes
     when the basis is renewed. It is "carried" there, D' = (Q'ᵀQ)² D (PᵀP')², the diagonal of the metric in the new
-    basis; or "sorted" with the columns, and not changed otherwise (Vyas et al. 2024), which takes less time, and is for
-    iterated eigenvectors, as others have nothing to do with their predecessors.
+    basis; or "sorted" with the columns, and not changed otherwise (Vyas et al. 2024), for iterated eigenvectors: exact
+    ones are other columns each time.
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 2, bias=False)
@@ -87,8 +87,8 @@ class EigenKronecker(Layered):
             raise ValueError(f'EigenKronecker(moments=…) is "carried" or "sorted", not {self.moments!r}')
         if self.moments == "sorted" and self.eigenvectors == "exact":
             raise ValueError(
-                'EigenKronecker(moments="sorted") keeps D where the columns of the basis move little: give '
-                'eigenvectors="iterated", or moments="carried"'
+                'EigenKronecker(moments="sorted") needs eigenvectors="iterated": D keeps its columns, and exact '
+                'eigenvectors are other columns each time. Give that, or moments="carried"'
             )
         if self.eigenvectors not in ("exact", "iterated"):
             raise ValueError(f'EigenKronecker(eigenvectors=…) is "exact" or "iterated", not {self.eigenvectors!r}')
@@ -336,7 +336,7 @@ class EigenKroneckerOperator(LayerOperator):
             return Basis.of(left, right)
         basis = self.basis
         old = replace(basis, left=tuple(basis.left[b] for b in numbers), right=tuple(basis.right[b] for b in numbers))
-        return old.followed(left, right)
+        return old.followed(left, right, sort=self.moments == "carried")  # else they are sorted
 
     def _shared_basis(self, sharing: WorkSharing) -> Basis:
         """The eigenvectors of S and A, every process those of its layers."""

@@ -1082,8 +1082,10 @@ class Basis:
         """Q of all layers, then P of all."""
         return *self.left, *self.right
 
-    def followed(self, left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
-        """QR(SQ) and QR(AP), sorted: a step of the orthogonal iteration; eigenvectors where there is no basis.
+    def followed(self, left: Sequence[SymFactor], right: Sequence[SymFactor], *, sort: bool = True) -> Basis:
+        """QR(SQ) and QR(AP): a step of the orthogonal iteration; eigenvectors where there is no basis.
+
+        ``sort``: the columns are sorted by qᵀSq and pᵀAp first, the largest first.
 
         Where a GPU has failed to make the last step, it is made by a slower method that does not fail.
         """
@@ -1094,7 +1096,7 @@ class Basis:
             new[at] = exact
         present = [(at, q) for at, q in enumerate(old) if q is not None]
         method: Factorisation = "householder" if self.failures is not None and float(self.failures) > 0 else "auto"
-        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], method)
+        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], method, sort)
         for (at, _), q in zip(present, moved, strict=True):
             new[at] = q
         on_the_way = None if failures is None else to_host_async(failures)

@@ -40,8 +40,8 @@ class Refresh(Structure):
     repeated and resumed bit for bit.
 
     ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
-    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted. Those of a
-    metric of gradients (``BatchGradient``) are computed at the end of the step before.
+    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted. If a
+    metric of gradients (``BatchGradient``) is inverted in every step, they are computed at the end of the step before.
 
     The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full
     weight. Kronecker factors of one process are also weighted by their numbers of examples. The optimizers use this;
@@ -152,6 +152,19 @@ class Refresh(Structure):
     def basis_due(self, step: int) -> bool:
         """Whether a metric that is inverted for the step number 0, 1, … has its eigenvectors computed again."""
         return self.basis is None or self._due(step, self.basis)
+
+    def basis_due_after(self, step: int) -> bool:
+        """Whether eigenvectors are due after the step number 0, 1, …, up to that of the next estimate.
+
+        >>> from natgrad.structures import EigenKronecker
+        >>> schedule = Refresh(EigenKronecker(), every=4, basis=10, early=False)
+        >>> [step for step in range(0, 40, 4) if schedule.basis_due_after(step)]
+        [8, 16, 28, 36]
+        """
+        later = step + 1
+        while not self.metric_due(later) and not self.basis_due(later):
+            later += 1
+        return self.basis_due(later)
 
     def _due(self, step: int, period: int | None) -> bool:
         doubled = (step + 1) & step == 0  # step + 1 is a power of 2

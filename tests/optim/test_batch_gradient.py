@@ -242,6 +242,21 @@ def test_the_half_power_of_the_diagonal_is_adam(momentum: float) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_the_first_gradient_of_a_parameter_counts_in_full_without_nesterovs_step() -> None:
+    """Also where it comes in a later step."""
+    model = nn.Linear(2, 2).double()
+    options: dict[str, Any] = {"momentum": 0.9, "momentum_on": "gradients", "nesterov": False, "lr": 0.5}
+    opt = ng.NaturalGradient(model, ng.BatchGradient(), structure=ng.Diagonal(power=0.0), **options)
+    for step in range(5):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+        if step < 3:
+            model.bias.grad = None
+        opt.step()
+        torch.testing.assert_close(model.weight.detach(), before["weight"] - 0.5)
+        torch.testing.assert_close(model.bias.detach(), before["bias"] - 0.5 * (step >= 3))
+
+
 @pytest.mark.parametrize("solver", [ng.Cholesky(), ng.Factored()], ids=repr)
 @pytest.mark.parametrize("power", [0.5, 0.75])
 def test_powers_of_the_factors_are_shampoo(power: float, solver: ng.solve.Solver) -> None:

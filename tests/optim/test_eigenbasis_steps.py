@@ -248,6 +248,35 @@ def test_captured_steps_follow_gradient_rate_damping_and_basis(
     assert it.replays > 40
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    "make", [soap, lambda **options: lambda m: ng.Muon(m, lr=0.01, **options)], ids=["soap", "muon"]
+)
+def test_a_captured_step_is_bit_for_bit_that_of_a_resumed_run(
+    make: Callable[..., Make], nesterov: bool, gpu: Callable[[], Gpu]
+) -> None:
+    """A resumed run has captured nothing yet."""
+    it, model, other = gpu(), net([5] * 4), net([5] * 4)
+    opt, again = make(nesterov=nesterov)(model), make(nesterov=nesterov)(other)
+    trained(model, opt, range(12))
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(opt.state_dict())
+    it.replays = 0
+    found = trained(model, opt, range(12, 13))
+    assert it.replays > 0
+    assert all(map(torch.equal, found, trained(other, again, range(12, 13))))
+
+
+def test_the_basis_is_renewed_once_for_an_estimate() -> None:
+    model, bases = net([5] * 2), list[Tensor]()
+    opt = soap(basis_every=2, metric_every=4, early=False)(model)
+    for step in range(16):
+        trained(model, opt, range(step, step + 1))
+        assert opt.tracker.average is not None
+        bases.append(opt.tracker.average.tensors()["0.weight/Q"].clone())
+    assert [step for step in range(1, 16) if not torch.equal(bases[step], bases[step - 1])] == [4, 8, 12]
+
+
 def test_a_plain_step_of_soap_is_three_graphs_whatever_the_number_of_layers(gpu: Callable[[], Gpu]) -> None:
     """One for S, A and D, one for their damped powers, one for the step: eight products for all layers of one shape."""
     it, counts = gpu(), []

@@ -380,7 +380,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "moments_exact": (
         lambda m: ng.EigenKronecker(moments="sorted"),
         ValueError,
-        'give eigenvectors="iterated", or moments="carried"',
+        'needs eigenvectors="iterated": D keeps its columns',
     ),
     "polar_number": (lambda m: ng.Natural(m, polar=3), TypeError, "polar must be True or False, got 3"),  # type: ignore[arg-type]
     "rows": (lambda m: ng.Shampoo(m, largest=1.5), TypeError, "largest must be a whole number"),  # type: ignore[arg-type]
