@@ -227,7 +227,8 @@ def races(folder: Path = RECORDS) -> str:
 def _tuned_rows(records: Records, task: Task) -> list[list[str]]:
     """Of every optimizer the row with the setting that is best in tuning, all best first.
 
-    The best row, where that setting has no final runs, or the tuning is not on record.
+    The best row, where that setting has no final runs, or the tuning is not on record. Where it has no runs of
+    AdamW's time, these are those of another setting (``borrowed``).
     """
     rows = [row for row in race_rows(records, task) if row[0] != "natural-every-25"]  # an earlier version
     tuned: dict[str, list[str]] = {}
@@ -235,7 +236,35 @@ def _tuned_rows(records: Records, task: Task) -> list[list[str]]:
         setting = chosen(records, task, row[0])
         if row[0] not in tuned or (setting is not None and row[1] == f"{setting[0]:g}, {setting[1]:g}"):
             tuned[row[0]] = row
-    return [row for row in rows if row is tuned[row[0]]]
+    found = [row for row in rows if row is tuned[row[0]]]
+    for row in found:
+        if other := _lender(row, rows):
+            for column in _OWN_SCHEDULE:
+                row[column] = other[column]
+    return found
+
+
+_OWN_SCHEDULE = [at for at, title in enumerate(HEAD) if title.startswith(("own schedule", "score, half"))]
+
+
+def _lender(row: list[str], rows: list[list[str]]) -> list[str] | None:
+    """The best row of the same optimizer that has runs of AdamW's time, if this one has none."""
+    first = _OWN_SCHEDULE[0]
+    others = (other for other in rows if other[0] == row[0] and " ± " in other[first])
+    return None if " ± " in row[first] else next(others, None)
+
+
+def borrowed(folder: Path = RECORDS) -> str:
+    """Which optimizers have runs of AdamW's time with another setting than that of the table only: "Muon (…)"."""
+    records, found = Records.load(folder), []
+    for name, task in tasks().items():
+        settings = {row[0]: row[1] for row in _tuned_rows(records, task)}
+        rows = list(race_rows(records, task))
+        tuned = (row for row in rows if settings.get(row[0]) == row[1])
+        found += [
+            f"{_short(row[0])} ({SHORT_RACES[name]}: {other[1]})" for row in tuned if (other := _lender(row, rows))
+        ]
+    return ", ".join(found) or "none"
 
 
 RACERS = {  # of the figures
@@ -485,6 +514,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             race,
             winners,
             beside_adamw,
+            borrowed,
             best_rates,
             nearby,
             rates_below_adamw,
