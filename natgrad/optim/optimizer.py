@@ -515,7 +515,7 @@ class NaturalGradient(torch.optim.Optimizer):
         def smooth(ω: Covector) -> Covector:
             nonlocal remembered
             smoothed = update.smoothed(ω)
-            remembered = update.kept(ω, smoothed) if self.momentum_on == "gradients" else remembered
+            remembered = update.momentum_input(ω, smoothed) if self.momentum_on == "gradients" else remembered
             return smoothed
 
         def move(v: Vector) -> Vector:

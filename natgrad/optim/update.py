@@ -258,7 +258,7 @@ class ParamUpdate:
                 out.update(zip(first, fused.scaled([ω[name] for name in first], weight), strict=True))
         return Covector(out)
 
-    def kept(self, ω: Covector, smoothed: Covector) -> Covector:
+    def momentum_input(self, ω: Covector, smoothed: Covector) -> Covector:
         """What ``remember`` needs for momentum on gradients: ω, or a corrected average, which ``smoothed`` is."""
         return smoothed if any(group.weight is not None for group in self.groups) else ω
 
@@ -273,7 +273,7 @@ class ParamUpdate:
     def apply(self, step: Step, remembered: Vector | Covector | None, flag: Flag) -> None:
         """Change parameters and momentum. Everything has been computed and checked.
 
-        ``remembered``: the velocity, or what is ``kept`` of gradients.
+        ``remembered``: the velocity, or the ``momentum_input`` of gradients.
 
         A step that was refused starts the momentum anew: along a velocity that ascends every later step would be
         refused too.
@@ -332,7 +332,7 @@ def plain_step(
     if beside and not asynchronous:
         flag.check(beside, "the gradient")
     smoothed, on_steps, rates = update.smoothed(ω), update.momentum_on == "steps", update.rates
-    kept = update.kept(ω, smoothed)
+    entering = update.momentum_input(ω, smoothed)
     v, pairing = _direction(smoothed, inverse, rule, measured=rule.measured or not asynchronous)
     if pairing is None:
         square = torch.zeros(())  # nobody reads it
@@ -369,7 +369,7 @@ def plain_step(
         velocity = [v[name] for name in group.names]
         fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)
         if group.momentum:
-            group.remember(velocity if on_steps else [kept[name] for name in group.names], flag.value)
+            group.remember(velocity if on_steps else [entering[name] for name in group.names], flag.value)
     without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
     return {name: v[name] for group in without_velocity for name in group.names}
 

@@ -333,7 +333,9 @@ def test_where_a_gpu_has_failed_to_follow_the_next_step_is_householders(
 ) -> None:
     asked: list[str] = []
 
-    def following(factors: list[Tensor], rotations: list[Tensor], method: str) -> tuple[list[Tensor], Tensor | None]:
+    def following(
+        factors: list[Tensor], rotations: list[Tensor], method: str, sort: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
         asked.append(method)
         return rotations, torch.tensor(failures)
 
