@@ -75,12 +75,12 @@ class NaturalGradient(torch.optim.Optimizer):
 
     ``momentum_on="steps"`` averages steps, m ← μm + v, θ ← θ − lr·m. ``momentum_on="gradients"`` averages gradients, m
     ← μm + (1 − μ)ω, and applies the current metric to the average, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983).
-    There, with ``nesterov=False``, v = (m/(1 − μᵗ))♯ in step t, as in Adam (Kingma and Ba 2015). Use "gradients" if the
-    gradient is noisy: a sum of steps that were computed with different metrics is a descent direction of none of them.
-    Weight decay is decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change between steps; λ must be
-    the same in all groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the
-    groups hold ε. A parameter whose ``.grad`` is None does not move in that step; the steps of the others are those
-    with a zero gradient there.
+    There, with ``nesterov=False``, v = (m/(1 − μᵗ))♯ in step t, as in Adam (Kingma and Ba 2015); t counts all steps,
+    and the first gradient of a parameter counts in full. Use "gradients" if the gradient is noisy: a sum of steps that
+    were computed with different metrics is a descent direction of none of them. Weight decay is decoupled, θ ← (1 −
+    lr·wd)θ. Every number in a parameter group may change between steps; λ must be the same in all groups. With
+    ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the groups hold ε. A parameter
+    whose ``.grad`` is None does not move in that step; the steps of the others are those with a zero gradient there.
 
     When a step raises an error, parameters and momentum are unchanged. Kronecker factors and their inverses are updated
     in place: those of some layers may have changed, and the inverses are then computed again in the next step. A step

@@ -53,7 +53,7 @@ class Preconditioner:
         self.inverted = 0  # the step in which the inverse was made
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
         # Whether the basis of the metric is renewed after a step, and not before it is inverted.
-        self._follows = of_gradients and schedule.structure.has_basis and schedule.inverse == 1
+        self._follows = of_gradients and schedule.structure.renews_after and schedule.inverse == 1
         self._device = device
         self._warned = False  # of a factorisation that failed
         self.version = 0  # changes with the memory that the inverse is in
@@ -108,8 +108,7 @@ class Preconditioner:
     def followed(self, G: Operator) -> Operator:
         """After a step with a new gradient, G in a new basis, if one is due before the next (Vyas et al. 2024).
 
-        So the next gradient is measured in the basis in which it is divided. The first basis is that of the first
-        gradient, which is all that G has seen then.
+        The first basis is that of the first gradient, which is all that G has seen then.
         """
         if not self._follows or self._step == 0 or not self.schedule.basis_due_after(self._step):
             return G

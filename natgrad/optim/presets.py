@@ -504,15 +504,15 @@ def SOAP(
     """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
 
     Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²] in every step: this is
-    ``EigenKronecker(power=½, eigenvectors="iterated")``. The first basis is that of the first gradient. After every
-    ``basis_every`` steps, and (``early``) after 3, 7, … steps, Q ← QR(SQ), P ← QR(AP).
+    ``EigenKronecker(power=½, eigenvectors="iterated")``. Every ``basis_every`` steps and (``early``) in the steps 1, 2,
+    4, 8, … Q ← QR(SQ), P ← QR(AP).
 
     ``ng.SOAP(model, nesterov=False, moments="sorted", early=False, damping=1e-16)`` takes the steps of the paper's
-    algorithm for matrices; the authors' code takes none with the first gradient. The defaults differ: D is carried
-    into a new basis, where the paper only sorts it (``moments``, see ``EigenKronecker``); λ is 10⁻⁶ of the mean of D,
-    so that rounding along directions without a gradient is not amplified; momentum is Nesterov's, and not corrected
-    for its start, so that the first steps are shorter. The offsets of a kernel share Q and P. AdamW steps what it steps
-    in ``Natural``, but matrices with one row or column.
+    algorithm for matrices; the authors' code takes none with the first gradient. What differs by default: D is carried
+    into a new basis, where the paper only sorts it and renews the basis after a step (``moments``, see
+    ``EigenKronecker``); λ is 10⁻⁶ of the mean of D, so that rounding along directions without a gradient is not
+    amplified; momentum is Nesterov's, and not corrected for its start, so that the first steps are shorter. The offsets
+    of a kernel share Q and P. AdamW steps what it steps in ``Natural``, but matrices with one row or column.
 
     Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
     later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another

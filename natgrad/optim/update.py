@@ -29,20 +29,8 @@ Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step
 _COMMON = frozenset(
     (
         *("power", "rms", "polar", "fit", "factors", "decay", "metric_every", "inverse_every", "basis_every", "early"),
-        *(
-            "structure",
-            "solver",
-            "step",
-            "momentum_on",
-            "nesterov",
-            "betas",
-            "eps",
-            "wd",
-            "sharing",
-            "largest",
-            "strict",
-            "rules",
-        ),
+        *("structure", "solver", "step", "momentum_on", "nesterov", "betas", "eps", "wd", "sharing", "largest"),
+        *("strict", "rules", "moments"),
     )
 )
 

@@ -122,6 +122,11 @@ class Structure(ABC):
     has_basis: ClassVar[bool] = False  # its operators have eigenvectors, which may be kept while they are averaged
     suggested: ClassVar[bool] = False  # an error about memory may name this structure as one that fits
 
+    @property
+    def renews_after(self) -> bool:
+        """Whether its eigenvectors are computed again after a step, for the next gradient, and not in the step."""
+        return False
+
     def __repr__(self) -> str:
         """Without keyword-only options at their defaults, so that checkpoints from before an option can be loaded."""
         options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()

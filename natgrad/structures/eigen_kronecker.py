@@ -66,7 +66,8 @@ class EigenKronecker(Layered):
     An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``). ``moments``: what D becomes
     when the basis is renewed. It is "carried" there, D' = (Q'ᵀQ)² D (PᵀP')², the diagonal of the metric in the new
     basis; or "sorted" with the columns, and not changed otherwise (Vyas et al. 2024), for iterated eigenvectors: exact
-    ones are other columns each time.
+    ones are other columns each time. With "sorted", a metric of gradients (``BatchGradient``) that is inverted in every
+    step has its basis renewed after a step, so that the next gradient is measured in the basis in which it is divided.
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 2, bias=False)
@@ -92,6 +93,10 @@ class EigenKronecker(Layered):
             )
         if self.eigenvectors not in ("exact", "iterated"):
             raise ValueError(f'EigenKronecker(eigenvectors=…) is "exact" or "iterated", not {self.eigenvectors!r}')
+
+    @property
+    def renews_after(self) -> bool:
+        return self.moments == "sorted"
 
     def layer_elements(self, block: Block) -> int:
         sides = self.shapes(block)

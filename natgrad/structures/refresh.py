@@ -40,8 +40,7 @@ class Refresh(Structure):
     repeated and resumed bit for bit.
 
     ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
-    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted. If a
-    metric of gradients (``BatchGradient``) is inverted in every step, they are computed at the end of the step before.
+    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.
 
     The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full
     weight. Kronecker factors of one process are also weighted by their numbers of examples. The optimizers use this;
@@ -154,21 +153,27 @@ class Refresh(Structure):
         return self.basis is None or self._due(step, self.basis)
 
     def basis_due_after(self, step: int) -> bool:
-        """Whether eigenvectors are due after the step number 0, 1, …, up to that of the next estimate.
+        """Whether eigenvectors are computed again after the step number 0, 1, … with an estimate (``renews_after``).
+
+        They are after 1, 2, 4, … steps in the beginning, and if a period ends before the next estimate.
 
         >>> from natgrad.structures import EigenKronecker
-        >>> schedule = Refresh(EigenKronecker(), every=4, basis=10, early=False)
-        >>> [step for step in range(0, 40, 4) if schedule.basis_due_after(step)]
-        [8, 16, 28, 36]
+        >>> schedule = Refresh(EigenKronecker(), basis=10)
+        >>> [step + 1 for step in range(25) if schedule.basis_due_after(step)]
+        [1, 2, 4, 8, 10, 20]
+        >>> seldom = Refresh(EigenKronecker(), every=4, basis=10, early=False)
+        >>> [step + 1 for step in range(0, 40, 4) if seldom.basis_due_after(step)]
+        [9, 17, 29, 37]
         """
+        if self.basis is None or (self._beginning(step, self.basis) and _doubled(step)):
+            return True
         later = step + 1
-        while not self.metric_due(later) and not self.basis_due(later):
+        while later % self.basis and not self.metric_due(later):
             later += 1
-        return self.basis_due(later)
+        return later % self.basis == 0
 
     def _due(self, step: int, period: int | None) -> bool:
-        doubled = (step + 1) & step == 0  # step + 1 is a power of 2
-        return (self._beginning(step, period) and doubled) or (period is not None and step % period == 0)
+        return (self._beginning(step, period) and _doubled(step)) or (period is not None and step % period == 0)
 
     def _beginning(self, step: int, period: int | None) -> bool:
         return self.early and step < (_BEGINNING if period is None else period)
@@ -176,3 +181,8 @@ class Refresh(Structure):
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""
         return (1 - self.decay) / (1 - self.decay**step)
+
+
+def _doubled(step: int) -> bool:
+    """Whether the number of steps, ``step`` + 1, is a power of 2."""
+    return (step + 1) & step == 0

@@ -267,9 +267,10 @@ def test_a_captured_step_is_bit_for_bit_that_of_a_resumed_run(
     assert all(map(torch.equal, found, trained(other, again, range(12, 13))))
 
 
-def test_the_basis_is_renewed_once_for_an_estimate() -> None:
+@pytest.mark.parametrize("moments", ["carried", "sorted"])
+def test_the_basis_is_renewed_once_for_an_estimate(moments: str) -> None:
     model, bases = net([5] * 2), list[Tensor]()
-    opt = soap(basis_every=2, metric_every=4, early=False)(model)
+    opt = soap(basis_every=2, metric_every=4, moments=moments, early=False)(model)
     for step in range(16):
         trained(model, opt, range(step, step + 1))
         assert opt.tracker.average is not None
@@ -441,7 +442,7 @@ def test_new_bases_are_made_with_one_factorisation_for_each_size(gpu: Callable[[
     it = gpu()
     model = net([12, 16, 16, 16, 12, 12])
     opt = soap(basis_every=10)(model)
-    trained(model, opt, range(19))
+    trained(model, opt, range(20))
     with it.counting() as kernels:
-        trained(model, opt, range(19, 20))  # the twentieth step ends with the bases of the next
+        trained(model, opt, range(20, 21))
     assert kernels.launched["linalg_qr"] == 2

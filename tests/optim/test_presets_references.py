@@ -408,7 +408,7 @@ def test_soap_as_published_takes_the_steps_of_the_paper(size: int, every: int) -
 
 
 def test_soap_takes_the_steps_of_a_dense_reference_in_every_basis() -> None:
-    """θ ← (1 − lr·wd)θ − lr·Q (QᵀMP/√(D + λ)) Pᵀ, then Q ← QR(SQ), columns sorted, and D carried into the new basis."""
+    """θ ← (1 − lr·wd)θ − lr·Q (QᵀMP/√(D + λ)) Pᵀ, Q ← QR(SQ), columns sorted, and D carried into the new basis."""
 
     def followed(F: Tensor, Q: Tensor) -> Tensor:
         return torch.linalg.qr(F @ Q[:, (Q * (F @ Q)).sum(0).argsort(descending=True)]).Q
@@ -423,13 +423,13 @@ def test_soap_takes_the_steps_of_a_dense_reference_in_every_basis() -> None:
         linear.weight.grad = g.clone()
         opt.step()
         weight = 0.05 / (1 - 0.95 ** (t + 1))
-        if t > 1 and _refreshes(t, 10):
-            old, (Q, P) = (Q, P), (followed(S, Q), followed(A, P))
-            D = (Q.T @ old[0]).square() @ D @ (old[1].T @ P).square()
         S, A = S.lerp(g @ g.T / 5, weight), A.lerp(g.T @ g / 5, weight)
         if t == 0:
             Q, P = torch.linalg.eigh(S).eigenvectors, torch.linalg.eigh(A).eigenvectors
         D = D.lerp((Q.T @ g @ P).square(), weight)
+        if t > 0 and _refreshes(t, 10):
+            old, (Q, P) = (Q, P), (followed(S, Q), followed(A, P))
+            D = (Q.T @ old[0]).square() @ D @ (old[1].T @ P).square()
         M, m = m.lerp(g, 1 - 0.95**2), m.lerp(g, 0.05)
         θ = (1 - 0.001) * θ - 0.01 * Q @ ((Q.T @ M @ P) / (D + 1e-6 * D.mean()).sqrt()) @ P.T
         torch.testing.assert_close(linear.weight.detach(), θ, rtol=1e-9, atol=1e-11)
