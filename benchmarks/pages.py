@@ -134,8 +134,6 @@ NAMES_OF_RACERS = {
     "soap": "SOAP, reference",
     "ng-soap": "SOAP, `ng.SOAP`",
     "ng-soap-published": 'SOAP, `ng.SOAP(nesterov=False, moments="sorted", early=False, damping=1e-16)`',
-    "ng-soap-adam": "SOAP, `ng.SOAP(nesterov=False)`",
-    "ng-soap-sorted": 'SOAP, `ng.SOAP(moments="sorted")`',
     "kl-shampoo": "KL-Shampoo, reference",
     "natural": "**`ng.Natural`**",
     "natural-every-25": "`ng.Natural(inverse_every=25)`",
@@ -227,8 +225,8 @@ def races(folder: Path = RECORDS) -> str:
 def _tuned_rows(records: Records, task: Task) -> list[list[str]]:
     """Of every optimizer the row with the setting that is best in tuning, all best first.
 
-    The best row, where that setting has no final runs, or the tuning is not on record. Where it has no runs of
-    AdamW's time, these are those of another setting (``borrowed``).
+    The best row, where that setting has no final runs, or the tuning is not on record. Where it has no runs of AdamW's
+    time, those of the best other setting are there, with that setting in brackets.
     """
     rows = [row for row in race_rows(records, task) if row[0] != "natural-every-25"]  # an earlier version
     tuned: dict[str, list[str]] = {}
@@ -237,34 +235,12 @@ def _tuned_rows(records: Records, task: Task) -> list[list[str]]:
         if row[0] not in tuned or (setting is not None and row[1] == f"{setting[0]:g}, {setting[1]:g}"):
             tuned[row[0]] = row
     found = [row for row in rows if row is tuned[row[0]]]
+    timed = [at for at, title in enumerate(HEAD) if title.startswith("own schedule")]
     for row in found:
-        if other := _lender(row, rows):
-            for column in _OWN_SCHEDULE:
-                row[column] = other[column]
+        for at in timed:
+            others = (f"{other[at]} ({other[1]})" for other in rows if other[0] == row[0] and other[at] != "–")
+            row[at] = next(others, row[at]) if row[at] == "–" else row[at]
     return found
-
-
-_OWN_SCHEDULE = [at for at, title in enumerate(HEAD) if title.startswith(("own schedule", "score, half"))]
-
-
-def _lender(row: list[str], rows: list[list[str]]) -> list[str] | None:
-    """The best row of the same optimizer that has runs of AdamW's time, if this one has none."""
-    first = _OWN_SCHEDULE[0]
-    others = (other for other in rows if other[0] == row[0] and " ± " in other[first])
-    return None if " ± " in row[first] else next(others, None)
-
-
-def borrowed(folder: Path = RECORDS) -> str:
-    """Which optimizers have runs of AdamW's time with another setting than that of the table only: "Muon (…)"."""
-    records, found = Records.load(folder), []
-    for name, task in tasks().items():
-        settings = {row[0]: row[1] for row in _tuned_rows(records, task)}
-        rows = list(race_rows(records, task))
-        tuned = (row for row in rows if settings.get(row[0]) == row[1])
-        found += [
-            f"{_short(row[0])} ({SHORT_RACES[name]}: {other[1]})" for row in tuned if (other := _lender(row, rows))
-        ]
-    return ", ".join(found) or "none"
 
 
 RACERS = {  # of the figures
@@ -302,7 +278,7 @@ def winners(folder: Path = RECORDS) -> str:
         rows = _tuned_rows(records, task)
         cells = []
         for column in columns:
-            found = [(row[0], *row[column].split(" ± ")) for row in rows if " ± " in row[column]]
+            found = [(row[0], *row[column].partition(" (")[0].split(" ± ")) for row in rows if " ± " in row[column]]
             cell, last = "", (math.inf, 0.0)
             for optimizer, *numbers in sorted(found, key=lambda each: float(each[1]))[:4]:
                 mean, deviation = map(float, numbers)
@@ -416,7 +392,7 @@ def ends_of_the_grid(folder: Path = RECORDS) -> str:
 def race(task: str, optimizer: str, column: str, folder: Path = RECORDS) -> str:
     """A cell of the row of an optimizer, without its deviation: race("decoder", "adamw", "loss, equal steps")."""
     rows = {row[0]: row for row in _tuned_rows(Records.load(folder), tasks()[task])}
-    return rows[optimizer][HEAD.index(column)].partition(" ± ")[0]
+    return re.sub(r" ± \S+", "", rows[optimizer][HEAD.index(column)])
 
 
 def ablation(name: str = "decoder", folder: Path = RECORDS) -> str:
@@ -514,7 +490,6 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             race,
             winners,
             beside_adamw,
-            borrowed,
             best_rates,
             nearby,
             rates_below_adamw,

@@ -398,11 +398,11 @@ class NaturalGradient(torch.optim.Optimizer):
         invert = self.preconditioner.prepare_in_step(damping) if average is not None else None
         inverse = self.preconditioner.prepare(damping)
         of_adamw, complete = adamw.gradients(grads)
-        names, count = [*ω, *of_adamw], len(ω)
+        names, count, groups = [*ω, *of_adamw], len(ω), len(self.param_groups)
 
         def run(gradients: Sequence[Tensor], numbers: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
-            rates, means = numbers[: len(self.param_groups)], numbers[len(self.param_groups) :]
-            update = self._update(idle, rates, means[: len(averaged)])
+            rates, weights = numbers[:groups], numbers[groups : groups + len(of_momenta)]
+            update = self._update(idle, rates, weights)
             named = list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
             if average is not None:
@@ -414,12 +414,11 @@ class NaturalGradient(torch.optim.Optimizer):
             return velocity, flag.value
 
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
-        averaged = self._averaged()
-        weights = [*averaged, *([] if average is None else [average[1]])]
+        of_momenta, of_metric = self._momentum_weights(), [] if average is None else [average[1]]
         if idle - self.tracker.outside or not complete or inverse.remembers or not is_asynchronous(gradients[0].device):
-            velocity, _ = run(gradients, [*rates, *weights])
+            velocity, _ = run(gradients, [*rates, *of_momenta, *of_metric])
         else:
-            numbers, key = [*(float(rate) for rate in rates), *weights], self._graph_key()
+            numbers, key = [*(float(rate) for rate in rates), *of_momenta, *of_metric], self._graph_key()
             if average is not None:
                 assert self.tracker.average is not None
                 key = key, self.tracker.average.addresses, invert is not None and damping  # λ is a number in the graph
@@ -443,7 +442,7 @@ class NaturalGradient(torch.optim.Optimizer):
             weights=weights,
         )
 
-    def _averaged(self) -> list[float]:
+    def _momentum_weights(self) -> list[float]:
         """The weight of this step's gradient in the momentum of every group, if that is corrected for its start."""
         if self.nesterov or self.momentum_on == "steps":
             return []
@@ -504,7 +503,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """Any rule: a displacement is formed, checked and applied."""
         tracker, inverse = self.tracker, self.preconditioner
         params = {name: p.detach() for name, p in tracker.model.params.items()}
-        update = self._update(idle, weights=self._averaged())
+        update = self._update(idle, weights=self._momentum_weights())
         remembered: Vector | Covector | None = None
         self.flag.check(ω, "the gradient")  # a rule may make a finite step of one that is not: sign(NaN) = 0
         adamw = self._adamw()

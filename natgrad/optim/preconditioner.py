@@ -94,16 +94,11 @@ class Preconditioner:
         if self.due(damping):
             if self.freshness is not None:
                 self.freshness.begin()
-            return self._renewed(G) if self._renews_basis() else G
+            due = self.inverse is None or self.schedule.basis_due(self._step)
+            return self._renewed(G) if due and not self._follows else G
         if self.freshness is not None and changed:
             self.freshness.measure(G, self._step)
         return G
-
-    def _renews_basis(self) -> bool:
-        """Whether the metric has new eigenvectors in this step, in which it is inverted."""
-        if self._follows:
-            return False
-        return self.inverse is None or self.schedule.basis_due(self._step)
 
     def followed(self, G: Operator) -> Operator:
         """After a step with a new gradient, G in a new basis, if one is due before the next (Vyas et al. 2024).

@@ -343,6 +343,24 @@ def test_a_best_learning_rate_at_an_end_of_the_grid_is_named(tmp_path: Path) -> 
     assert pages.ends_of_the_grid(tmp_path) == "the smallest for SOAP (MLP)"
 
 
+def test_a_page_says_with_which_setting_others_than_the_tuned_one_ran_in_adamws_time(tmp_path: Path) -> None:
+    """The smaller weight decay is best in tuning, and only the larger one has runs of AdamW's time."""
+    records = races.Records(tmp_path)
+    for optimizer, decay, split, steps, final in (
+        ("adamw", 0.1, race_models.REPORT, 1500, 2.0),
+        ("ng-muon", 0.01, race_models.TUNE, 1500, 1.0),
+        ("ng-muon", 0.1, race_models.TUNE, 1500, 1.1),
+        ("ng-muon", 0.01, race_models.REPORT, 1500, 1.2),
+        ("ng-muon", 0.1, race_models.REPORT, 1500, 1.3),
+        ("ng-muon", 0.1, race_models.REPORT, 1400, 1.4),
+    ):
+        each = record(optimizer, [1.0], [final])
+        setting = replace(each.run, task="uci", lr=0.003, weight_decay=decay, split=split, steps=steps)
+        records.add(replace(each, run=setting))
+    assert pages.race("uci", "ng-muon", "loss, equal steps", tmp_path) == "1.2000"
+    assert pages.race("uci", "ng-muon", "own schedule, AdamW's seconds", tmp_path) == "1.4000 (0.003, 0.1)"
+
+
 def test_the_tuning_runs_of_a_page_are_those_of_one_length_with_three_learning_rates(tmp_path: Path) -> None:
     """A run of another length or weight decay, and two rates, do not count."""
     records = races.Records(tmp_path)
