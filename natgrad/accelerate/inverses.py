@@ -598,7 +598,7 @@ def invert(
     or becomes NaN. ``newton`` refreshes the last inverses where they are near enough.
 
     ``power``: p < 1, and inverse roots beside p = 1, are made by products on a GPU, and by eigenvalues on a processor
-    or if p is not k/2ᵐ. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
+    or in double precision. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
     ``epsilon``: the shifts are at least this share of the mean eigenvalue, and no condition number is above
     (c·d + ε)/ε; a factor whose shift is zero is zero itself, and so are its inverses. ``rows``: ``rows_of``, with
     a cache of those that captured graphs read.
@@ -616,7 +616,7 @@ def invert(
             return STACKS
         return _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
 
-    padded = roots and not wait and bool(dense) and not by_eigenvalues(dense[0].out, [power])
+    padded = roots and not wait and bool(dense) and not by_eigenvalues(dense[0].out)
     for batch in batch_by_size([job.factor for job in dense], stacks, roots=roots, padded=padded):
         alike = [dense[at] for at in batch]
         failed = _invert_batch(alike, power, epsilon, warm, newton, wait)
@@ -889,7 +889,7 @@ class BatchedInverse:
             d = factor.shape[-1]
             if not is_dense(factor):
                 return True
-            if power != 1 and by_eigenvalues(factor, [power]):
+            if power != 1 and by_eigenvalues(factor):
                 return False
             return d < _CAPTURED and (newton is None or not newton.takes(d))
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Literal, TypeAlias, final
 
@@ -32,10 +31,9 @@ Method: TypeAlias = Literal["auto", "products", "eigenvalues"]
 MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
 _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
-_DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
 _SINGLE = range(2**12, 2**20)  # multiplications, for which a processor is quicker with halves in single precision
 _SPLIT = 2**29  # multiplications, from which a split product takes less time than one in single precision
-_TERMS = 5  # of the odd polynomials for roots: ninth degree by two products, where the fifth takes one
+_TERMS = 5  # of the polynomials for roots: the odd ones of ninth degree take two products, those of fifth degree one
 _UNIT = 2.0**11  # the largest eigenvalue: halves then have small numbers too, and 16 of it, the square of a T up to 4
 _PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
 NOISE = 1e-3  # the error of a root of statistics, which are not as exact themselves
@@ -104,6 +102,46 @@ def _best_odd(low: float, high: float, terms: int) -> tuple[Coefficients, float]
         before, points = points, [low, *extrema, high]
         if max(abs(x - y) for x, y in zip(before, points, strict=True)) < 1e-9 * high:
             return tuple(coefficients), deviation
+
+
+@lru_cache(maxsize=256)
+def _expansion(power: float, condition: float, error: float) -> tuple[tuple[int, ...], int, Coefficients]:
+    """How x⁻ᵖ on [1/condition, 1] is made of roots: the j of its factors x^-(1/2ʲ), and m and a quartic q.
+
+    With m as small as ``error`` allows, and k the whole number next to 2ᵐp, x⁻ᵖ is x^-(k/2ᵐ) q(x^-(1/2ᵐ)): q is that
+    power, between −½ and ½, of a number near 1. The digits of k in binary are the factors. If 2ᵐp = k there is no q.
+
+    >>> _expansion(0.75, 1e4, 1e-3), _expansion(1.0, 1e4, 1e-3), _expansion(0.0, 1e4, 1e-3)
+    (((1, 2), 2, ()), ((1, 1), 1, ()), ((), 0, ()))
+    >>> _expansion(0.7, 1e4, 1e-3)[:2]  # x^-¾ times a quartic of x^-⅛
+    ((1, 2), 3)
+    """
+    if power == 0:
+        return (), 0, ()
+    m, off = 0, math.inf
+    while off > error:
+        m += 1
+        k = round(power * 2**m)
+        quartic, off = _quartic(power * 2**m - k, condition ** (0.5**m))
+    factors = (1, 1) if k == 2**m else tuple(j for j in range(1, m + 1) if k >> (m - j) & 1)
+    return factors, m, () if k == power * 2**m else quartic
+
+
+def _quartic(exponent: float, high: float) -> tuple[Coefficients, float]:
+    """The quartic in x − (1 + high)/2 that interpolates x^exponent at Chebyshev's points of [1, high]; its error."""
+    middle, radius = (1 + high) / 2, (high - 1) / 2 or 1.0
+    points = [math.cos(math.pi * (j + 0.5) / _TERMS) for j in range(_TERMS)]
+
+    def values(points: Sequence[float]) -> Tensor:
+        return torch.tensor([(middle + radius * u) ** exponent for u in points], dtype=torch.float64, device="cpu")
+
+    def powers(points: Sequence[float]) -> Tensor:
+        return torch.tensor([[u**j for j in range(_TERMS)] for u in points], dtype=torch.float64, device="cpu")
+
+    solution = torch.linalg.solve(powers(points), values(points))
+    between = [j / 32 - 1 for j in range(65)]
+    off = float((powers(between) @ solution / values(between) - 1).abs().max())
+    return tuple(c / radius**j for j, c in enumerate(solution.tolist())), off
 
 
 def _shifted(coefficients: Sequence[float], by: float) -> Coefficients:
@@ -185,7 +223,7 @@ class Products:
 @torch.no_grad()
 def inverse_powers(
     A: Tensor,
-    powers: Sequence[float | Fraction],
+    powers: Sequence[float],
     *,
     shift: Tensor | None = None,
     condition: float = 1e6,
@@ -195,26 +233,32 @@ def inverse_powers(
 ) -> tuple[list[Tensor], Tensor]:
     """(A + λ)⁻ᵖ [b n n] for some p, of symmetric positive semidefinite A [b n n], and the residual [b] of the roots.
 
-    λ is ``shift`` [b]. By products, p is k/2ᵐ. With M the damped matrix over a bound of its largest
-    eigenvalue, Y₀ = M and Z₀ = 1,
+    λ is ``shift`` [b], and p is between 0 and 1. With M the damped matrix over a bound of its largest eigenvalue,
+    Y₀ = M and Z₀ = 1,
 
         Y ← Y h(ZY), Z ← h(ZY) Z,  h(T) = c₀ + c₁T + (c₂ + c₃T + c₄T²)T²,
 
     tends to Y = M^½ and Z = M^-½ (Higham 2008, chapter 6). The same again from Y gives the fourth roots, and so on;
-    products of these are all other powers, so that M⁻¹ beside M^-½ is one more product. The order of the factors
-    matters: symmetrising T makes the iteration unstable, and so does a start from the previous root, which does not
-    commute with M. Therefore every root begins at 1, and ``minimax`` makes that short: 4 steps for a condition number
-    of 10⁵. The last step sees a T near 1, in which E = T − 1 is rounded and not T: its polynomial may be in tf32. Z may
-    not, which is large where M is small: rounding it there would change it where M is large.
+    products of these are the powers k/2ᵐ, so that M⁻¹ beside M^-½ is one more product. Any other power is one of these
+    times a quartic of M^-(1/2ᵐ), whose eigenvalues are near 1. The order of the factors matters: symmetrising T makes
+    the iteration unstable.
+
+    Every root begins at 1, and ``minimax`` makes that short: 4 steps for a condition number of 10⁵. From the last root,
+    L^-½ of another matrix L, it would take fewer steps, but to a root of M⁻¹ that is not symmetric. Its symmetric part
+    has (r + 1/r + 2)/4 times the change that M^-½ has between eigenvectors of L with the eigenvalues l and r²l: above
+    twice of it from r² = 34 on, so that errors grow from root to root.
+
+    The last step sees a T near 1, in which E = T − 1 is rounded and not T: its polynomial may be in tf32. Z may not,
+    which is large where M is small: rounding it there would change it where M is large.
 
     The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, and the largest of all roots that the powers are made of, measured in
     single precision by products with a few signs (Hutchinson 1990). Rounding leaves at most about 10⁻⁷ times the
     condition number; ``precision`` "split" 10⁻³ besides, in the last step.
 
     ``condition``: the largest condition number that is expected. ``error``: of M^½ M^-½, before rounding; about that of
-    the precision if it is None. ``method`` "eigenvalues" allows any p in [0, 1]; "auto" is products on a GPU for
-    p = k/2ᵐ below double precision. Half precision becomes single. A matrix of zeros without a shift has no scale: its
-    powers are 1.
+    the precision if it is None, and so is that of a power beside its roots. ``method`` "auto" is products on a GPU,
+    below double precision. Half precision becomes single. A matrix of zeros without a shift has no scale: its powers
+    are 1.
 
     >>> A = torch.diag_embed(torch.tensor([[3.0, 0.0]]))
     >>> (root, inverse), _ = inverse_powers(A, [0.5, 1], shift=torch.ones(1), method="products")
@@ -228,16 +272,28 @@ def inverse_powers(
         raise ValueError(f"roots are of a stack of square matrices [b n n], got {list(A.shape)}")
     with full_precision(A.device):
         M, scale, least, good = _damped(A, shift)
-        if by_eigenvalues(A, powers, method):
-            unscaled, residual = _by_eigenvalues(M, [float(power) for power in powers], least, good)
+        if by_eigenvalues(A, method):
+            unscaled, residual = _by_eigenvalues(M, powers, least, good)
         else:
             worst = max(1.0, min(condition, float(_MOST)))
             error = error or (1e-12 if M.dtype == torch.float64 else 1e-6)
-            unscaled, residual = _by_products(M, [_dyadic(power) for power in powers], worst, error, precision)
-    out = [X.mul_(scale.pow(-float(power))[:, None, None]) for X, power in zip(unscaled, powers, strict=True)]
+            unscaled, residual = _by_products(M, powers, worst, error, precision)
+    out = [X.mul_(scale.pow(-power)[:, None, None]) for X, power in zip(unscaled, powers, strict=True)]
     for X in out:
         good = good & (torch.linalg.vector_norm(X, math.inf, dim=(1, 2)) < math.inf)
     return out, torch.where(good & (residual < math.inf), residual, math.inf)
+
+
+def quick_inverse_power(A: Tensor, power: float, *, shift: Tensor, condition: float) -> Tensor | None:
+    """(A + λ)⁻ᵖ [b n n] by products on a GPU, or None: eigenvalues are quicker, or have to tell what is wrong with A.
+
+    The device is waited for. A matrix of zeros without a shift has no power here.
+    """
+    if by_eigenvalues(A):
+        return None
+    (X,), residual = inverse_powers(A, [power], shift=shift, condition=condition)
+    good = (residual <= NOISE) & (A.abs().amax((1, 2)) + shift > 0)
+    return X if bool(good.all()) else None
 
 
 def root_flops(n: int, powers: Sequence[float], device: torch.device, condition: float = 1e6) -> int:
@@ -247,22 +303,21 @@ def root_flops(n: int, powers: Sequence[float], device: torch.device, condition:
     (11000, 44000)
     """
     like = torch.empty(0, device="meta") if is_asynchronous(device) else torch.empty(0, device="cpu")
-    if by_eigenvalues(like, powers):
+    if by_eigenvalues(like):
         return (EIGENVECTORS + 2 * len(powers)) * n**3
     worst = max(1.0, min(condition, float(_MOST)))
-    return 2 * product_count([_dyadic(power) for power in powers], worst, NOISE) * n**3
+    return 2 * product_count(powers, worst, NOISE) * n**3
 
 
-def product_count(powers: Sequence[Fraction], condition: float, error: float) -> int:
+def product_count(powers: Sequence[float], condition: float, error: float) -> int:
     """How many products of two matrices ``inverse_powers`` makes."""
-    depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
-    needed = [_roots_of(power, depth) for power in powers]
-    roots = sorted({j for of_power in needed for j in of_power if j})
-    count = 1  # the square, for a bound of the largest eigenvalue
-    for j in range(1, max(roots, default=0) + 1):
+    expansions = [_expansion(power, condition, error) for power in powers]
+    deepest = max((m for _, m, _ in expansions), default=0)
+    products = 1  # the square, for a bound of the largest eigenvalue
+    for j in range(1, deepest + 1):
         steps = len(minimax(condition ** (0.5**j), error, _TERMS))
-        count += (j > 1) + 5 * steps - 4 + (j < roots[-1])
-    return count + sum(len(of_power) - 1 for of_power in needed)
+        products += (j > 1) + 5 * steps - 4 + (j < deepest)
+    return products + sum(max(0, len(factors) - 1 + (3 if quartic else 0)) for factors, _, quartic in expansions)
 
 
 def suited_precision(matrices: Tensor) -> Precision:
@@ -300,30 +355,11 @@ def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(matrices.dtype), vectors.to(matrices.dtype)
 
 
-def by_eigenvalues(A: Tensor, powers: Sequence[float | Fraction], method: Method = "auto") -> bool:
-    """Whether these powers of such matrices come from eigenvalues, and not from products."""
+def by_eigenvalues(A: Tensor, method: Method = "auto") -> bool:
+    """Whether powers of such matrices come from eigenvalues, and not from products."""
     if method == "auto":
-        return A.dtype == torch.float64 or not is_asynchronous(A.device) or not all(map(_is_dyadic, powers))
+        return A.dtype == torch.float64 or not is_asynchronous(A.device)
     return method == "eigenvalues"
-
-
-def _is_dyadic(power: float | Fraction) -> bool:
-    denominator = Fraction(power).denominator
-    return denominator <= _DENOMINATOR and denominator & (denominator - 1) == 0
-
-
-def _dyadic(power: float | Fraction) -> Fraction:
-    """The power as k/2ᵐ.
-
-    >>> _dyadic(0.75)
-    Fraction(3, 4)
-    """
-    if not _is_dyadic(power):
-        raise ValueError(
-            f"products give powers k/2ᵐ with 2ᵐ ≤ {_DENOMINATOR}, got {power}: take the nearest, "
-            'or method="eigenvalues"'
-        )
-    return Fraction(power)
 
 
 def _damped(A: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -353,15 +389,15 @@ def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor, good: Ten
 
 
 def _by_products(
-    M: Tensor, powers: Sequence[Fraction], condition: float, error: float, precision: Precision
+    M: Tensor, powers: Sequence[float], condition: float, error: float, precision: Precision
 ) -> tuple[list[Tensor], Tensor]:
     """M⁻ᵖ of matrices of numbers up to 1, and the largest residual of the roots M^-(1/2ʲ) that they are products of.
 
     M is overwritten. M, Y, T and squares are held ``_UNIT`` times as large as they are.
     """
-    depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
-    needed = [_roots_of(power, depth) for power in powers]
-    last = max([j for of_power in needed for j in of_power], default=0)
+    expansions = [_expansion(power, condition, error) for power in powers]
+    needed = {j for factors, m, quartic in expansions for j in (*factors, *([m] if quartic else ()))}
+    last = max(needed, default=0)
     roots: dict[int, Tensor] = {}
     with products_in(precision, M.device) as product:
         square = _squared(M.mul_(_UNIT), product)
@@ -373,27 +409,34 @@ def _by_products(
             # Y has eigenvalues from condition^-(1/2ʲ⁻¹) to 1, and the iteration sees their square roots.
             schedule = minimax(condition ** (0.5**j), error, _TERMS)
             Y, Z = _square_roots(Y, square, schedule, product, last=j == last)
-            if any(j in of_power for of_power in needed):
+            if j in needed:
                 roots[j] = Z
         out = []
-        for power, (first, *others) in zip(powers, needed, strict=True):
-            X = roots[first] if first else torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
-            for j in others:
-                X = product(X, roots[j])
-            out.append(torch.add(X, X.mT).mul_(0.5 * bound.pow(-float(power))))
+        for power, (factors, m, quartic) in zip(powers, expansions, strict=True):
+            matrices = [roots[j] for j in factors]
+            if quartic:
+                matrices.append(_evaluated(quartic, roots[m], (1 + condition ** (0.5**m)) / 2, product))
+            X = matrices[0] if matrices else torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
+            for other in matrices[1:]:
+                X = product(X, other)
+            out.append(torch.add(X, X.mT).mul_(0.5 * bound.pow(-power)))
     halves = [[Z] * 2 ** (j - 1) for j, Z in roots.items()]  # factors of M^-½
     residuals = [residual_of([*half, M, *half], _UNIT) for half in halves] or [M.new_zeros(len(M))]
     return out, residuals[0] if len(residuals) == 1 else torch.stack(residuals).amax(0)
 
 
-def _roots_of(power: Fraction, depth: int) -> list[int]:
-    """The j whose 1/2ʲ sum to the power: its digits in binary, and ½ + ½ for 1; [0] for the power 0.
-
-    >>> _roots_of(Fraction(3, 4), 3), _roots_of(Fraction(1), 3)
-    ([1, 2], [1, 1])
-    """
-    digits = int(power * 2**depth)
-    return [1, 1] if power == 1 else [j for j in range(1, depth + 1) if digits >> (depth - j) & 1] or [0]
+def _evaluated(quartic: Coefficients, Z: Tensor, middle: float, product: Products) -> Tensor:
+    """c₀ + c₁E + (c₂ + c₃E + c₄E²)E² with E = Z − ``middle``."""
+    c0, c1, c2, c3, c4 = quartic
+    E = Z.clone()
+    E.diagonal(dim1=1, dim2=2).sub_(middle)
+    operand = product.operand(E)
+    square = product(operand, operand)
+    G = torch.mul(square, c4).add_(E, alpha=c3)
+    G.diagonal(dim1=1, dim2=2).add_(c2)
+    H = product.add_(E, product.operand(G), product.operand(square), beta=c1)
+    H.diagonal(dim1=1, dim2=2).add_(c0)
+    return H
 
 
 def _squared(T: Tensor, product: Products) -> Tensor:

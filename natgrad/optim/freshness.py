@@ -34,8 +34,8 @@ class Freshness:
     not before it can matter: a step of a metric that changes every time costs nothing in between.
 
     ``schedule``: one without a period. With a budget b, inverses that take the time c are c/(b t) steps apart at least,
-    where t is the time of a step between them. Both times are the medians of the last three, so that an interruption is
-    forgotten.
+    where t is the time of the forward and backward pass after an inverse. Both times are the medians of the last three,
+    so that an interruption is forgotten.
     """
 
     def __init__(self, schedule: Refresh, *, device: torch.device, world: World) -> None:
@@ -48,12 +48,15 @@ class Freshness:
         self._readings: Readback[int] = Readback()  # drift and wait, with the step
         self._watch = Stopwatch(device)
         self._start: Mark | None = None  # of the inverse that is being made
-        self._end: Mark | None = None  # of the last one
-        self._timed: tuple[Mark, Mark, Mark, int] | None = None  # two inverses, and the steps between them
-        self._times: tuple[tuple[float, float], ...] = ()  # of inverses, and of a step before them
+        self._inverse: tuple[Mark, Mark] | None = None  # start and end of the last one
+        self._left: Mark | None = None  # the end of the step that it was made in
+        self._passes: tuple[Mark, Mark] | None = None  # the forward and backward pass after that
+        self._times: tuple[tuple[float, float], ...] = ()  # of inverses, and of the passes after them
 
-    def read(self, step: int) -> None:
-        """Read what was sent long enough ago."""
+    def enter(self, step: int) -> None:
+        """A step begins, after its forward and backward pass: read what was sent long enough ago."""
+        if self._left is not None:
+            self._passes, self._left = (self._left, self._watch.mark()), None
         while self._readings and self._readings.first + _LATER <= step:
             (drift, wait), at = self._readings.take()
             if at > self.since:
@@ -84,13 +87,15 @@ class Freshness:
         if self.schedule.budget is not None:
             self._start = self._watch.mark()
 
+    def leave(self, step: int) -> None:
+        """A step ends."""
+        if self._inverse is not None and self.since == step:
+            self._left = self._watch.mark()
+
     def inverted(self, G: Operator, step: int) -> None:
         """The inverse of G has been made, or could not be made and is not tried again before G has moved."""
         if self._start is not None:
-            end = self._watch.mark()
-            if self._end is not None and step > self.since:
-                self._timed = self._end, self._start, end, step - self.since
-            self._end, self._start = end, None
+            self._inverse, self._start = (self._start, self._watch.mark()), None
         self.since, self.measured, self.drift, self.sketch = step, step, 0.0, self._sketch(G).values
 
     def _sketch(self, G: Operator) -> Sketch:
@@ -104,15 +109,15 @@ class Freshness:
 
     def _measured_wait(self) -> float:
         """From the times of the last inverses, as far as they are known."""
-        if self._timed is not None:
-            before, start, end, steps = self._timed
-            cost, others = self._watch.seconds(start, end), self._watch.seconds(before, start)
-            if cost is not None and others is not None:
-                self._times, self._timed = (*self._times[-2:], (cost, others / steps)), None
+        if self._inverse is not None and self._passes is not None:
+            inverse, passes = (self._watch.seconds(*marks) for marks in (self._inverse, self._passes))
+            if inverse is not None and passes is not None:
+                self._times = (*self._times[-2:], (inverse, passes))
+                self._inverse = self._passes = None
         if not self._times or self.schedule.budget is None:
             return self.wait
-        inverse, step = (median_low(times) for times in zip(*self._times, strict=True))
-        return inverse / (self.schedule.budget * step) if step > 0 else self.wait
+        inverse, passes = (median_low(times) for times in zip(*self._times, strict=True))
+        return inverse / (self.schedule.budget * passes) if passes > 0 else self.wait
 
     # Checkpoints.
 
@@ -131,7 +136,7 @@ class Freshness:
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a state; from None (of a run that had a period) the metric is inverted when it has changed."""
         self._readings.clear()
-        self._start = self._end = self._timed = None
+        self._start = self._inverse = self._left = self._passes = None
         self._times = ()
         if state is None:
             self.since, self.measured, self.drift, self.wait, self.sketch = 0, 0, 0.0, 0.0, None

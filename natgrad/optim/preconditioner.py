@@ -71,7 +71,7 @@ class Preconditioner:
         structures that have one. An inverse that was overwritten cannot be restored: it is due again in the next step.
         """
         if self.freshness is not None:
-            self.freshness.read(step)
+            self.freshness.enter(step)
         inverse, freshness = self.inverse, self.freshness and copy.copy(self.freshness)
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
         if inverse is not None and inverse.remembers:
@@ -86,6 +86,9 @@ class Preconditioner:
             self.damping, self.outdated, self.inverted, self.inverted_before = saved
             self.outdated |= self._overwritten
             raise
+        else:
+            if self.freshness is not None:
+                self.freshness.leave(step)
         finally:
             self._operator = None
 

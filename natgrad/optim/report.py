@@ -241,7 +241,7 @@ def _inverted(schedule: Refresh) -> str:
     if schedule.basis is not None:
         return f"inverted when it has changed, its eigenvectors are new every {schedule.basis} steps{first}"
     if isinstance(schedule.inverse, str):
-        time = "" if schedule.budget is None else f", in at most {schedule.budget:.0%} of the time"
+        time = "" if schedule.budget is None else f", in at most {schedule.budget:.0%} of the time of the passes"
         return f"inverted when it has moved by {schedule.drift:.0%}{first}{time}"
     return f"inverted every {schedule.inverse} steps{first}" if schedule.inverse > 1 else "inverted when it has changed"
 

@@ -12,7 +12,7 @@ from typing import ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.roots import spectrum
+from natgrad.accelerate.roots import quick_inverse_power, spectrum
 from natgrad.linalg import (
     Damping,
     Relative,
@@ -37,7 +37,7 @@ _CHOLESKY, _ROOT, _POWER = "cholesky/", "root/", "power/"  # prefixes of the ten
 @final
 @dataclass(frozen=True, repr=False)
 class Dense(Structure):
-    """All of G [p q]: RᵀCR/N; with a ``power`` below 1, G^p through its eigenvalues.
+    """All of G [p q]: RᵀCR/N; with a ``power`` below 1, G^p.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -430,7 +430,10 @@ class CholeskyInverse(Inverse):
 @final
 @dataclass(frozen=True)
 class PowerInverse(Inverse):
-    """(G_b + λ)^-p of every block by its eigenvalues; blocks of one size as one batch. A block of zeros has zero."""
+    """(G_b + λ)^-p of every block, of blocks of one size as one batch; zero of a block of zeros with relative damping.
+
+    By its eigenvalues; on a GPU in single precision by products of matrices, as long as these are as exact.
+    """
 
     layout: Layout
     indices: tuple[Tensor, ...]  # [b d] flattened positions
@@ -449,6 +452,10 @@ class PowerInverse(Inverse):
         for _, matrix in batches:
             check_finite(matrix, what)
             λ = _shift(matrix, damping)
+            root = _quick_root(matrix, λ, damping, power)
+            if root is not None:
+                roots.append(root)
+                continue
             values, vectors = spectrum(matrix)
             zero = torch.zeros_like(values[:, :1], dtype=torch.bool)
             if isinstance(damping, Relative):
@@ -475,6 +482,13 @@ class PowerInverse(Inverse):
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{_POWER}{at}": root for at, root in enumerate(self.roots)}
+
+
+def _quick_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: float) -> Tensor | None:
+    """(G + λ)^-p/2 [b d d], if there is a quicker way than eigenvalues. No eigenvalue is above d times their mean."""
+    shift = λ if isinstance(λ, Tensor) else matrix.new_full((len(matrix),), λ)
+    condition = matrix.shape[-1] / damping.epsilon + 1 if isinstance(damping, Relative) else 1e6
+    return quick_inverse_power(matrix, 0.5 * power, shift=shift, condition=condition)
 
 
 @final

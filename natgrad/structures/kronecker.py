@@ -97,8 +97,7 @@ class Kronecker(Layered):
     parameters that no layer rule covers; with ``strict=True`` such parameters raise an error. Of a factor with more
     than ``largest`` rows (a vocabulary; the row of the bias is not counted) only the diagonal is kept. With
     ``bias="separate"`` weight and bias are two layers. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the
-    metric is G^p = S^p ⊗ A^p. On a GPU ``Factored`` computes the powers by matrix products if p (for ``Polar``: p/2) is
-    k/2ᵐ with 2ᵐ ≤ 64 and the factors are not in float64, and otherwise by eigenvalues, which take longer there.
+    metric is G^p = S^p ⊗ A^p. On a GPU ``Factored`` computes the powers by matrix products, in float64 by eigenvalues.
 
     ``fit``: "mean" takes the mean of each side, as above. "kl" takes the product that is nearest in KL divergence,
 
@@ -158,7 +157,7 @@ class Kronecker(Layered):
             raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
         if self.fit == "kl" and self.sides == "inputs":
             raise ValueError(
-                'Kronecker(sides="inputs", fit="kl") has one side, and nothing to weigh it with: use fit="mean"'
+                'Kronecker(sides="inputs", fit="kl"): 1 ⊗ A is its own nearest product in KL divergence: use fit="mean"'
             )
 
     @property
@@ -566,7 +565,7 @@ class KroneckerOperator(LayerOperator):
 
         An approximation of (G + λ)^-p (Martens and Grosse 2015, section 6.3). Relative damping is ε·tr S/dim S and
         ε·tr A/dim A. Inverses are made by Cholesky or ``newton``, powers below 1 by products on a GPU and by
-        eigenvalues on a processor, in float64 and where p is not k/2ᵐ (``natgrad.accelerate.roots``).
+        eigenvalues on a processor and in float64 (``natgrad.accelerate.roots``).
 
         Where a factor is zero (a layer with no gradient) π is 1; with relative damping its inverse is zero, and so is
         the step of the layer. A factor that cannot be inverted keeps its last inverse, from ``warm`` or ``into``, and

@@ -81,7 +81,7 @@ def test_factors_of_several_sizes_have_their_powers_and_their_roots(power: float
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("epsilon", [None, 1e-3])
-@pytest.mark.parametrize("power", [0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("power", [0.25, 0.3, 0.5, 0.7, 0.75, 1.0])
 def test_a_gpu_makes_them_by_products_of_padded_matrices(
     power: float, epsilon: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def test_recorded_inverses_follow_their_factors_and_the_damping() -> None:
     assert not inverse.failed()
 
 
-@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("power", [0.5, 0.7, 0.75, 1.0])
 @pytest.mark.parametrize("fit", ["mean", "kl"])
 def test_recorded_powers_are_those_of_the_eigenvalues_of_the_cpu(fit: Any, power: float) -> None:
     G = replace(estimated(20, 30, 30, 30, 900, 2100, 3), power=power, fit=fit)

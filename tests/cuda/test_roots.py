@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import natgrad as ng
 from natgrad.accelerate.roots import NOISE, Precision, inverse_powers, products_in
 from tests.accelerate.test_roots import exact, spiked, spread, symmetric
 from tests.cuda.waiting import no_waiting
@@ -42,7 +43,7 @@ def test_a_split_product_is_nearly_that_of_single_precision(n: int) -> None:
 
 @pytest.mark.parametrize("precision", ["single", "split"])
 @pytest.mark.parametrize("n", [40, 1000])
-@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("power", [0.5, 0.7, 0.75, 1.0])
 def test_roots_and_their_residuals(power: float, n: int, precision: Precision) -> None:
     """Rounding of a matrix of condition number κ leaves κε of a root, and the sums of tensor cores ten times that."""
     condition = 2e4
@@ -65,3 +66,15 @@ def test_roots_and_their_residuals(power: float, n: int, precision: Precision) -
     true = torch.linalg.matrix_norm(Z @ damped @ Z - torch.eye(n, dtype=torch.float64)) / math.sqrt(n)
     # Symmetrising changes the root by what rounding has left.
     assert ((residual.cpu() - true).abs() <= 0.5 * true + tolerance).all()
+
+
+@pytest.mark.parametrize("damping", [1e-3, ng.Relative(1e-2)])
+@pytest.mark.parametrize("power", [0.75, 0.5, 0.3])
+def test_powers_of_a_dense_metric_are_those_of_the_cpu(power: float, damping: ng.Relative | float) -> None:
+    A, ω = matrices(600, 1e5)[0], torch.randn(600)
+    layout = ng.operators.Layout.of({"w": A[0]})
+    G = ng.operators.DenseOperator(layout, A, power=power)
+    λ = damping.epsilon * float(A.diagonal().mean()) if isinstance(damping, ng.Relative) else damping
+    expected = exact(A.double().cpu() + λ * torch.eye(600, dtype=torch.float64), power) @ ω.double()
+    found = G.inverse(damping).solve(ω.cuda())
+    assert float((found.cpu() - expected).norm() / expected.norm()) < 1e-3

@@ -330,7 +330,7 @@ def _clocks(rank: int) -> list[int]:
         def init(
             self, G: ng.operators.Operator, damping: Any = 0.0, warm: Mapping[str, Tensor] | None = None
         ) -> ng.operators.Inverse:
-            time.sleep(0.02 * (1 - rank))
+            time.sleep(0.005 * (1 - rank))
             return ng.Factored().init(G, damping, warm)
 
     structure = ng.Refresh(ng.Kronecker(), **(FRESH | {"budget": 0.5}))

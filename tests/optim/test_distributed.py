@@ -100,7 +100,7 @@ def test_every_layer_is_inverted_by_one_process_only(found: list[dict[str, Any]]
 
 
 def test_processes_with_different_clocks_invert_in_the_same_steps(found: list[dict[str, Any]]) -> None:
-    """The first one decides: an inverse takes it 20 ms, and at most half of the time of the other steps."""
+    """The first one decides: an inverse takes it 5 ms, and at most half of the time of the passes."""
     assert found[0]["clocks"] == found[1]["clocks"]
     assert 2 <= len(found[0]["clocks"]) <= 10
 
