@@ -74,7 +74,7 @@ def with_fallback(structure: Structure, fallback: Fallback) -> Structure:
     """The structure, with the ``fallback`` of the optimizer for the parameters without a layer rule if it is one."""
     if fallback is None or fallback == "adamw":
         return structure
-    if isinstance(fallback, type):
+    if isinstance(fallback, type) and issubclass(fallback, Structure):
         check_slots(fallback=(fallback, Structure))
     if not isinstance(fallback, Structure):
         raise ValueError(

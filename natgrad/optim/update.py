@@ -29,10 +29,11 @@ Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step
 _COMMON = frozenset(
     (
         *("power", "rms", "polar", "fit", "factors", "decay", "metric_every", "inverse_every", "basis_every", "early"),
-        *("structure", "solver", "step", "momentum_on", "nesterov", "betas", "eps", "wd", "sharing", "largest"),
+        *("structure", "solver", "step", "momentum_on", "nesterov", "betas", "eps", "sharing", "largest"),
         *("strict", "rules", "moments"),
     )
 )
+_MEANT = {"learning_rate": "lr", "wd": "weight_decay"}
 
 
 def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,6 +52,8 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
                 f"a parameter group holds {', '.join(wrong)}, which all parameters share: a group may have lr, "
                 "weight_decay, momentum and fallback. Give it to the optimizer, or make a second optimizer"
             )
+        if meant := [f"{key}, which is called {name} here" for key, name in _MEANT.items() if key in group]:
+            raise ValueError(f"a parameter group holds {', and '.join(meant)}")
         given.append({**group, "params": params})
     for group in given:
         strange = [p for p in group["params"] if id(p) not in names]

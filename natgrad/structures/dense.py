@@ -437,7 +437,7 @@ class PowerInverse(Inverse):
 
     layout: Layout
     indices: tuple[Tensor, ...]  # [b d] flattened positions
-    roots: tuple[Tensor, ...]  # T [b d d] with T Tᵀ = (G + λ)^-p
+    roots: tuple[Tensor, ...]  # T = (G + λ)^-p/2 [b d d]
 
     @staticmethod
     def of(
@@ -461,7 +461,10 @@ class PowerInverse(Inverse):
             if isinstance(damping, Relative):
                 zero = values.abs().amax(-1, keepdim=True) == 0
             damped = damped_spectrum(values.masked_fill(zero, 1.0), λ, what).masked_fill(zero, 0.0)
-            roots.append(vectors * inverse_powered(damped, 0.5 * power).unsqueeze(-2))
+            root = (vectors * inverse_powered(damped, 0.5 * power).unsqueeze(-2)) @ vectors.mT
+            # Rounding must not move parameters that nothing depends on: a step rule may make any step as long as others.
+            unused = matrix.diagonal(dim1=-2, dim2=-1) == 0
+            roots.append(root.masked_fill_(unused.unsqueeze(-1) != unused.unsqueeze(-2), 0.0))
         return PowerInverse(layout, tuple(index for index, _ in batches), tuple(roots))
 
     def solve(self, ω: Tensor) -> Tensor:

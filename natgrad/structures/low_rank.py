@@ -299,6 +299,10 @@ def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def floored(layout: Layout, u: Tensor, values: Tensor, diagonal: Tensor, rank: int) -> LowRankOperator:
-    """U diag(s) Uᵀ with the floor that restores ``diagonal`` [p]; below zero is rounding, as the rest is PSD."""
+    """U diag(s) Uᵀ with the floor that restores ``diagonal`` [p]; below zero is rounding, as the rest is PSD.
+
+    Parameters that nothing depends on, whose diagonal is zero, are outside of the range of U exactly.
+    """
+    u = u.masked_fill((diagonal == 0).unsqueeze(1), 0.0)
     floor = (diagonal - u.square() @ values).clamp(min=0)
     return LowRankOperator(layout, u, values, floor, rank)

@@ -293,6 +293,44 @@ def test_a_low_rank_metric_may_be_loaded_at_another_power() -> None:
     torch.testing.assert_close(again.tracker.average.dense(), expected)
 
 
+@pytest.mark.parametrize("damping", [0.01, ng.Relative(0.01)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", [ng.Normalised(), ng.Polar()], ids=["Normalised", "Polar"])
+@pytest.mark.parametrize("power", [1.0, 0.5])
+@pytest.mark.parametrize("structure", POWERED)
+def test_a_layer_that_nothing_depends_on_does_not_move(
+    structure: str, power: float, rule: ng.Normalised | ng.Polar, dtype: torch.dtype, damping: ng.Relative | float
+) -> None:
+    """Every layer's step has a given length, but for those whose step is rounding only."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.dead, self.last = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.used(x)) + torch.relu(self.dead(x) - 100))
+
+    torch.manual_seed(0)
+    model, x, t = Half().to(dtype), torch.randn(32, 4, dtype=dtype), torch.arange(32) % 3
+    before, other = model.dead.weight.detach().clone(), model.used.weight.detach().clone()
+    opt = ng.NaturalGradient(
+        model,
+        nn.CrossEntropyLoss(),
+        structure=POWERED[structure](power=power),
+        step=rule,
+        lr=1e-3,
+        damping=damping,
+        fallback="adamw" if isinstance(rule, ng.Polar) else None,
+    )
+    for _ in range(3):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), t).backward()
+        opt.step()
+    assert torch.equal(model.dead.weight, before)
+    assert not torch.equal(model.used.weight, other)
+
+
 # On a GPU, in single precision, powers of whole blocks are products of matrices.
 
 
