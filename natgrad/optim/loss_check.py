@@ -112,6 +112,8 @@ class LossCheck:
     _said: set[str] = field(default_factory=set)
     _passes: int = 0  # since the one that is looked at, with it
     _later: set[int] = field(default_factory=set)  # those of them, without it, that a backward pass has come to
+    _arrived: Tensor | None = None  # the norm of a parameter's gradient, when the backward pass was over
+    _arrival: RemovableHandle | None = None  # of the hook that keeps it
 
     @cached_property
     def _has_loss(self) -> bool:
@@ -251,6 +253,31 @@ class LossCheck:
                 f"they have in {name}, from which the metric was made"
             )
         return None
+
+    def watch_scale(self, param: Tensor) -> None:
+        """A metric has the scale of the cotangents: keep how long the gradient of a parameter is until the step."""
+        if not self.scale_free and self._arrival is None:
+            self._arrival = param.register_post_accumulate_grad_hook(_weakly(self, LossCheck._keep))
+
+    def _keep(self, param: Tensor) -> None:
+        if param.grad is not None and param.grad.layout == torch.strided:
+            self._arrived = torch.linalg.vector_norm(param.grad.detach())
+
+    def report_scale(self, gradient: Tensor) -> None:
+        """Compare it with the gradient of the step, once: a ``GradScaler`` has divided that by its scale."""
+        if self._arrived is None or self._arrival is None:
+            return
+        before, now = float(self._arrived), float(torch.linalg.vector_norm(gradient))
+        if not (0 < now < math.inf and 0 < before < math.inf):
+            return
+        self._arrival.remove()
+        self._arrived = None  # the handle stays: it is not looked at again
+        if before > 2**_SCALES * now:
+            self._warn(
+                f"the gradient of the step is {before / now:.0f} times smaller than that of the backward pass, as a "
+                "GradScaler makes it, and the metric of Empirical() has the scale of the latter, squared: its steps "
+                "are too short. Give the loss, Empirical(loss), or use autocast in bfloat16, without a GradScaler"
+            )
 
     def _tell_factor(self, title: str, factor: Factor, alike: bool) -> None:
         """What has made it. One that heads do not have ``alike`` is a weight, on which the metric depends."""

@@ -65,7 +65,8 @@ class Polar(PlainRule):
         if flat:
             raise IncompatibleError(
                 f"Polar is for matrices, and these have fewer than two axes: {', '.join(flat)}. "
-                'NaturalGradient(fallback="adamw") gives them to AdamW; elsewhere, take another step rule, as Natural(polar=False) does'
+                'NaturalGradient(fallback="adamw") gives them to AdamW; elsewhere, take another step rule, as '
+                "Natural(polar=False) does"
             )
 
     def direction(self, ω: Covector, sharp: SharpMap) -> Vector:

@@ -462,7 +462,7 @@ class PowerInverse(Inverse):
                 zero = values.abs().amax(-1, keepdim=True) == 0
             damped = damped_spectrum(values.masked_fill(zero, 1.0), λ, what).masked_fill(zero, 0.0)
             root = (vectors * inverse_powered(damped, 0.5 * power).unsqueeze(-2)) @ vectors.mT
-            # Rounding must not move parameters that nothing depends on: a step rule may make any step as long as others.
+            # Rounding must not move parameters that nothing depends on: a step rule may enlarge it to a whole step.
             unused = matrix.diagonal(dim1=-2, dim2=-1) == 0
             roots.append(root.masked_fill_(unused.unsqueeze(-1) != unused.unsqueeze(-2), 0.0))
         return PowerInverse(layout, tuple(index for index, _ in batches), tuple(roots))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 from natgrad.accelerate import moments
-from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
+from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError
 from natgrad.pullback import coupling
 from natgrad.structures.base import BackwardEstimate
 from tests.optim.states import Net
@@ -482,3 +482,44 @@ def test_micro_batches_keep_their_own_padding(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(moments, "can_read", lambda t: False)
     for key, t in trained().items():
         torch.testing.assert_close(t, expected[key], rtol=1e-5, atol=1e-6)
+
+
+# A GradScaler multiplies the loss, and so the metric by its square.
+
+
+def _scaled_steps(opt: torch.optim.Optimizer, model: nn.Module, scale: float, steps: int = 4) -> None:
+    x, t = torch.randn(N, 4), torch.arange(N) % 3
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for _ in range(steps):
+        opt.zero_grad()
+        scaler.scale(LOSS(100 * model(x), t)).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(opt)
+        scaler.update()
+
+
+def _classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def test_a_grad_scaler_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = _classifier()
+    _scaled_steps(ng.KFAC(model, ng.Empirical()), model, 2.0**16)
+    (record,) = caplog.records
+    assert "times smaller than that of the backward pass, as a GradScaler makes it" in record.getMessage()
+    assert not model[-1].bias._post_accumulate_grad_hooks  # type: ignore[union-attr]
+
+
+def test_a_grad_scaler_is_an_error_of_strict_optimizers() -> None:
+    model = _classifier()
+    with pytest.raises(LossMismatchError, match=r"Give the loss, Empirical\(loss\), or use autocast in bfloat16"):
+        _scaled_steps(ng.KFAC(model, ng.Empirical(), strict=True), model, 2.0**16)
+
+
+def test_clipping_and_steps_of_a_fixed_length_are_not_taken_for_a_grad_scaler(caplog: pytest.LogCaptureFixture) -> None:
+    for make, scale in ((ng.KFAC, 1.0), (ng.Natural, 2.0**16)):
+        model = _classifier()
+        _scaled_steps(make(model, ng.Empirical(), lr=0.01), model, scale)
+    assert not caplog.records
