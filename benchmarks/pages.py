@@ -215,7 +215,7 @@ def races(folder: Path = RECORDS) -> str:
         lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
         table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))
         sizes = {record.size for record in records.of(name, REPORT)}
-        images = f", {max(sizes):,} training images" if task.kind == "image" else ""
+        images = f", {max(sizes):,} of 50,000 training images" if task.kind == "image" else ""
         parts.append(f"{RACES[name]}{images}, {task.steps} steps:\n\n{table}")
     if missing:
         parts.append("Not yet run to the end: " + "; ".join(missing) + ".")

@@ -309,9 +309,9 @@ def Natural(
     are short. With p = ½ the metric is half-way between the identity and G. A kernel [o i *k] is the matrix [o i·k].
 
     Every matrix steps by the root mean square lr·rms, or less where its gradient has a low rank, so ``lr`` is on the
-    scale of AdamW's. Embeddings, vectors (also matrices with one row or one column) and parameters with three axes
-    outside of ``nn.Conv1d`` are stepped by AdamW with the same learning rate, schedule and weight decay, and β = (0.9,
-    0.95). Leave a wide softmax to AdamW as well, such as the head of a language model:
+    scale of AdamW's. Embeddings, vectors (also matrices with one row or one column, if there are others) and parameters
+    with three axes outside of ``nn.Conv1d`` are stepped by AdamW with the same learning rate, schedule and weight
+    decay, and β = (0.9, 0.95). Leave a wide softmax to AdamW as well, such as the head of a language model:
     ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``. With a ``metric`` on the outputs AdamW also
     steps what no layer rule covers. ``fallback=ng.Diagonal()`` leaves nothing to AdamW, and keeps what has no factors,
     such as vectors, in that structure: it needs ``polar=False``, since a vector has no polar factor.
