@@ -47,7 +47,7 @@ from benchmarks import networks
 from benchmarks.harness import Race, SubprocessRunner, duels, machine, now, peak_memory, settle, together
 from benchmarks.networks import Problem, gradient
 from benchmarks.report import Report, Row, Target, markdown, save, table
-from benchmarks.rivals import SOAP, Together
+from benchmarks.rivals import SOAP, KLShampoo, Together
 
 OURS, OURS_TF32, FROM_NOTHING = "natgrad", "natgrad, all in tf32", "natgrad, from nothing"
 UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
@@ -310,6 +310,7 @@ def steps(report: Report, case: Case) -> None:
 
 NATURAL, MUON, TORCH_MUON = "natgrad Natural", "natgrad Muon", "torch's Muon, and AdamW fused"
 OUR_SOAP, REFERENCE_SOAP, SHAMPOO = "natgrad SOAP, every 10", "SOAP, every 10", "natgrad Shampoo"
+OUR_KL, REFERENCE_KL = "natgrad KL-Shampoo, every 10", "KL-Shampoo, every 10, and AdamW fused"
 
 
 def torch_muon(model: nn.Module) -> Any:
@@ -324,6 +325,14 @@ def torch_muon(model: nn.Module) -> Any:
     )
 
 
+def kl_shampoo(model: nn.Module) -> Any:
+    """KL-Shampoo for matrices and kernels, with new eigenbases every ten steps; fused AdamW for the others."""
+    tiny, decay = 1e-5, 0.1
+    return Together(
+        model, lambda hidden: KLShampoo(hidden, tiny, (0.9, 0.95), decay), lr=tiny, weight_decay=decay, lend=True
+    )
+
+
 PRESETS: dict[str, Callable[[nn.Module], Any]] = {  # learning rates are small: the timed network hardly changes
     ADAMW: adamw,
     NATURAL: lambda model: ng.Natural(model, lr=1e-5),
@@ -332,6 +341,8 @@ PRESETS: dict[str, Callable[[nn.Module], Any]] = {  # learning rates are small: 
     TORCH_MUON: torch_muon,
     OUR_SOAP: lambda model: ng.SOAP(model, lr=1e-5),
     REFERENCE_SOAP: soap,
+    OUR_KL: lambda model: ng.Shampoo(model, lr=1e-5, fit="kl", inverse_every=10),
+    REFERENCE_KL: kl_shampoo,
 }
 
 
@@ -339,7 +350,7 @@ def presets(report: Report, case: Case) -> None:
     """Whole training steps of ours, and the steps of all alone, over fifty steps: whole cycles of all of them."""
     problem, (rounds, warmup) = case.make(report.device), report.cycles
     cycle = 50 if report.device.type == "cuda" else 10
-    ours = {name: make for name, make in PRESETS.items() if name not in (TORCH_MUON, REFERENCE_SOAP)}
+    ours = {name: make for name, make in PRESETS.items() if name not in (TORCH_MUON, REFERENCE_SOAP, REFERENCE_KL)}
     whole = {name: training(problem, make, cycle) for name, make in ours.items()}
     count = dict.fromkeys(PRESETS, cycle)
     result = report.race(f"training step of a preset: {problem.name}", whole, ADAMW, rounds, count, warmup)
@@ -348,6 +359,7 @@ def presets(report: Report, case: Case) -> None:
     compared = [
         ("step of natgrad's Muon alone over that of torch's", apart, MUON, TORCH_MUON, 0.6),
         ("step of natgrad's SOAP alone over the reference's", apart, OUR_SOAP, REFERENCE_SOAP, 0.5),
+        ("step of natgrad's KL-Shampoo alone over the reference's", apart, OUR_KL, REFERENCE_KL, 1.0),
         ("training step of Natural over fused AdamW", result, NATURAL, ADAMW, case.natural),
     ]
     for claim, race, mine, theirs, bound in compared:

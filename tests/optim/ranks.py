@@ -215,7 +215,7 @@ CASES = {
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
 RESUMED = ["kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon"]
-RESUMED += ["kronecker_fresh", "kfac_left"]
+RESUMED += ["kronecker_fresh", "kfac_left", "shampoo", "soap"]
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
