@@ -275,7 +275,7 @@ def inverse_powers(
         if by_eigenvalues(A, method):
             unscaled, residual = _by_eigenvalues(M, powers, least, good)
         else:
-            worst = max(1.0, min(condition, float(_MOST)))
+            worst = _scaled_condition(condition, A.shape[-1])
             error = error or (1e-12 if M.dtype == torch.float64 else 1e-6)
             unscaled, residual = _by_products(M, powers, worst, error, precision)
     out = [X.mul_(scale.pow(-power)[:, None, None]) for X, power in zip(unscaled, powers, strict=True)]
@@ -305,8 +305,18 @@ def root_flops(n: int, powers: Sequence[float], device: torch.device, condition:
     like = torch.empty(0, device="meta") if is_asynchronous(device) else torch.empty(0, device="cpu")
     if by_eigenvalues(like):
         return (EIGENVECTORS + 2 * len(powers)) * n**3
-    worst = max(1.0, min(condition, float(_MOST)))
-    return 2 * product_count(powers, worst, NOISE) * n**3
+    return 2 * product_count(powers, _scaled_condition(condition, n), NOISE) * n**3
+
+
+def _scaled_condition(condition: float, n: int) -> float:
+    """The bound that a matrix is divided by, over its smallest eigenvalue, at most.
+
+    The bound is (Σλ⁴)^¼. With one large eigenvalue that is the condition number, with n equal ones n^¼.
+
+    >>> _scaled_condition(1.0, 15), _scaled_condition(1e4, 15)
+    (2.0, 10000.0...)
+    """
+    return min((max(1.0, condition) ** 4 + n) ** 0.25, float(_MOST))
 
 
 def product_count(powers: Sequence[float], condition: float, error: float) -> int:

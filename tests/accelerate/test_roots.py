@@ -48,9 +48,9 @@ def exact(A: Tensor, power: float, epsilon: float = 0.0) -> Tensor:
 def inverse_power(
     A: Tensor, power: float, epsilon: float = 0.0, condition: float = 1e6, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """One power of A + ε·(tr A/n), whose condition number is n(1 + ε)/ε at most."""
+    """One power of A + ε·(tr A/n), whose condition number is n/ε + 1 at most."""
     shift = epsilon * A.diagonal(dim1=-2, dim2=-1).mean(-1) if epsilon else None
-    bound = A.shape[-1] * (1 + epsilon) / epsilon if epsilon else condition
+    bound = A.shape[-1] / epsilon + 1 if epsilon else condition
     (X,), residual = inverse_powers(A, [power], shift=shift, condition=bound, **options)
     return X, residual
 
@@ -96,6 +96,16 @@ def test_damping_bounds_the_condition_number_whatever_the_rank(power: float, eps
 
 
 ANY = [0.0, 1e-3, 1 / 8, 0.3, 1 / 3, 0.375, 0.5, 0.6, 0.6875, 0.7, 0.9, 63 / 64, 0.999, 1.0]
+
+
+@pytest.mark.parametrize("epsilon", [1e-2, 1.0, 30.0, 1e3, 1e20])
+@pytest.mark.parametrize("power", ANY)
+def test_damping_may_be_far_larger_than_the_matrix(power: float, epsilon: float) -> None:
+    """Then all eigenvalues are nearly the same, and the bound of the largest is n^¼ times as large."""
+    A = torch.stack([symmetric(spread(40, 1e3)), torch.eye(40, dtype=torch.float64)]).float()
+    X, residual = inverse_power(A, power, epsilon=epsilon, method="products")
+    assert error(X, exact(A, power, epsilon)) < 1e-4
+    assert float(residual.max()) < 1e-3
 
 
 @pytest.mark.parametrize("method", ["products", "eigenvalues"])
