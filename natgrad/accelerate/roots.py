@@ -35,6 +35,7 @@ _SINGLE = range(2**12, 2**20)  # multiplications, for which a processor is quick
 _SPLIT = 2**29  # multiplications, from which a split product takes less time than one in single precision
 _TERMS = 5  # of the polynomials for roots: the odd ones of ninth degree take two products, those of fifth degree one
 _UNIT = 2.0**11  # the largest eigenvalue: halves then have small numbers too, and 16 of it, the square of a T up to 4
+_MARGIN = 1 + 2.0**-10  # of a bound, against rounding: the first polynomials are steep at 1, and would enlarge it
 _PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
 NOISE = 1e-3  # the error of a root of statistics, which are not as exact themselves
 EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
@@ -109,7 +110,7 @@ def _expansion(power: float, condition: float, error: float) -> tuple[tuple[int,
     """How x⁻ᵖ on [1/condition, 1] is made of roots: the j of its factors x^-(1/2ʲ), and m and a quartic q.
 
     With m as small as ``error`` allows, and k the whole number next to 2ᵐp, x⁻ᵖ is x^-(k/2ᵐ) q(x^-(1/2ᵐ)): q is that
-    power, between −½ and ½, of a number near 1. The digits of k in binary are the factors. If 2ᵐp = k there is no q.
+    power, between −½ and ½, of a number above 1. The digits of k in binary are the factors. If 2ᵐp = k there is no q.
 
     >>> _expansion(0.75, 1e4, 1e-3), _expansion(1.0, 1e4, 1e-3), _expansion(0.0, 1e4, 1e-3)
     (((1, 2), 2, ()), ((1, 1), 1, ()), ((), 0, ()))
@@ -119,7 +120,7 @@ def _expansion(power: float, condition: float, error: float) -> tuple[tuple[int,
     if power == 0:
         return (), 0, ()
     m, off = 0, math.inf
-    while off > error:
+    while m == 0 or off > error:
         m += 1
         k = round(power * 2**m)
         quartic, off = _quartic(power * 2**m - k, condition ** (0.5**m))
@@ -128,8 +129,8 @@ def _expansion(power: float, condition: float, error: float) -> tuple[tuple[int,
 
 
 def _quartic(exponent: float, high: float) -> tuple[Coefficients, float]:
-    """The quartic in x − (1 + high)/2 that interpolates x^exponent at Chebyshev's points of [1, high]; its error."""
-    middle, radius = (1 + high) / 2, (high - 1) / 2 or 1.0
+    """The quartic in u that interpolates x^exponent at Chebyshev's points of [1, high] ∋ x, u ∈ [−1, 1]; its error."""
+    middle, radius = (high + 1) / 2, (high - 1) / 2
     points = [math.cos(math.pi * (j + 0.5) / _TERMS) for j in range(_TERMS)]
 
     def values(points: Sequence[float]) -> Tensor:
@@ -141,7 +142,7 @@ def _quartic(exponent: float, high: float) -> tuple[Coefficients, float]:
     solution = torch.linalg.solve(powers(points), values(points))
     between = [j / 32 - 1 for j in range(65)]
     off = float((powers(between) @ solution / values(between) - 1).abs().max())
-    return tuple(c / radius**j for j, c in enumerate(solution.tolist())), off
+    return tuple(solution.tolist()), off
 
 
 def _shifted(coefficients: Sequence[float], by: float) -> Coefficients:
@@ -240,8 +241,7 @@ def inverse_powers(
 
     tends to Y = M^½ and Z = M^-½ (Higham 2008, chapter 6). The same again from Y gives the fourth roots, and so on;
     products of these are the powers k/2ᵐ, so that M⁻¹ beside M^-½ is one more product. Any other power is one of these
-    times a quartic of M^-(1/2ᵐ), whose eigenvalues are near 1. The order of the factors matters: symmetrising T makes
-    the iteration unstable.
+    times a quartic of M^-(1/2ᵐ). The order of the factors matters: symmetrising T makes the iteration unstable.
 
     Every root begins at 1, and ``minimax`` makes that short: 4 steps for a condition number of 10⁵. From the last root,
     L^-½ of another matrix L, it would take fewer steps, but to a root of M⁻¹ that is not symmetric. Its symmetric part
@@ -252,8 +252,8 @@ def inverse_powers(
     which is large where M is small: rounding it there would change it where M is large.
 
     The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, and the largest of all roots that the powers are made of, measured in
-    single precision by products with a few signs (Hutchinson 1990). Rounding leaves at most about 10⁻⁷ times the
-    condition number; ``precision`` "split" 10⁻³ besides, in the last step.
+    single precision by products with a few signs (Hutchinson 1990); the error of a quartic is not in it. Rounding
+    leaves at most about 10⁻⁷ times the condition number; ``precision`` "split" 10⁻³ besides, in the last step.
 
     ``condition``: the largest condition number that is expected. ``error``: of M^½ M^-½, before rounding; about that of
     the precision if it is None, and so is that of a power beside its roots. ``method`` "auto" is products on a GPU,
@@ -287,13 +287,14 @@ def inverse_powers(
 def quick_inverse_power(A: Tensor, power: float, *, shift: Tensor, condition: float) -> Tensor | None:
     """(A + λ)⁻ᵖ [b n n] by products on a GPU, or None: eigenvalues are quicker, or have to tell what is wrong with A.
 
-    The device is waited for. A matrix of zeros without a shift has no power here.
+    The device is waited for. Without a shift above rounding the eigenvalues tell whether A is singular.
     """
-    if by_eigenvalues(A):
+    if by_eigenvalues(A) or not A.numel():
         return None
+    rounding = A.shape[-1] * torch.finfo(A.dtype).eps * torch.linalg.matrix_norm(A.float())
     (X,), residual = inverse_powers(A, [power], shift=shift, condition=condition)
-    good = (residual <= NOISE) & (A.abs().amax((1, 2)) + shift > 0)
-    return X if bool(good.all()) else None
+    good = (residual <= NOISE) & (shift > rounding)
+    return X.to(A.dtype) if bool(good.all()) else None
 
 
 def root_flops(n: int, powers: Sequence[float], device: torch.device, condition: float = 1e6) -> int:
@@ -313,10 +314,10 @@ def _scaled_condition(condition: float, n: int) -> float:
 
     The bound is (Σλ⁴)^¼. With one large eigenvalue that is the condition number, with n equal ones n^¼.
 
-    >>> _scaled_condition(1.0, 15), _scaled_condition(1e4, 15)
-    (2.0, 10000.0...)
+    >>> f"{_scaled_condition(1.0, 15):.3g}, {_scaled_condition(1e4, 15):.3g}"
+    '2, 1e+04'
     """
-    return min((max(1.0, condition) ** 4 + n) ** 0.25, float(_MOST))
+    return min(_MARGIN * (max(1.0, condition) ** 4 + n) ** 0.25, float(_MOST))
 
 
 def product_count(powers: Sequence[float], condition: float, error: float) -> int:
@@ -411,8 +412,8 @@ def _by_products(
     roots: dict[int, Tensor] = {}
     with products_in(precision, M.device) as product:
         square = _squared(M.mul_(_UNIT), product)
-        # The fourth root of the sum of fourth powers: no smaller than the largest eigenvalue, and near it.
-        bound = (torch.linalg.matrix_norm(square) / _UNIT).sqrt()[:, None, None]
+        # The fourth root of the sum of fourth powers: above the largest eigenvalue, and near it.
+        bound = _MARGIN * (torch.linalg.matrix_norm(square) / _UNIT).sqrt()[:, None, None]
         Y, square = M.div_(bound), square.div_(bound.square())
         for j in range(1, last + 1):
             square = square if j == 1 else _squared(Y, product)
@@ -425,7 +426,7 @@ def _by_products(
         for power, (factors, m, quartic) in zip(powers, expansions, strict=True):
             matrices = [roots[j] for j in factors]
             if quartic:
-                matrices.append(_evaluated(quartic, roots[m], (1 + condition ** (0.5**m)) / 2, product))
+                matrices.append(_evaluated(quartic, roots[m], condition ** (0.5**m), product))
             X = matrices[0] if matrices else torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
             for other in matrices[1:]:
                 X = product(X, other)
@@ -435,11 +436,11 @@ def _by_products(
     return out, residuals[0] if len(residuals) == 1 else torch.stack(residuals).amax(0)
 
 
-def _evaluated(quartic: Coefficients, Z: Tensor, middle: float, product: Products) -> Tensor:
-    """c₀ + c₁E + (c₂ + c₃E + c₄E²)E² with E = Z − ``middle``."""
+def _evaluated(quartic: Coefficients, Z: Tensor, high: float, product: Products) -> Tensor:
+    """c₀ + c₁E + (c₂ + c₃E + c₄E²)E² with E = (2Z − high − 1)/(high − 1), which is between −1 and 1."""
     c0, c1, c2, c3, c4 = quartic
-    E = Z.clone()
-    E.diagonal(dim1=1, dim2=2).sub_(middle)
+    E = Z * (2 / (high - 1))
+    E.diagonal(dim1=1, dim2=2).sub_((high + 1) / (high - 1))
     operand = product.operand(E)
     square = product(operand, operand)
     G = torch.mul(square, c4).add_(E, alpha=c3)

@@ -432,7 +432,7 @@ class CholeskyInverse(Inverse):
 class PowerInverse(Inverse):
     """(G_b + λ)^-p of every block, of blocks of one size as one batch; zero of a block of zeros with relative damping.
 
-    By its eigenvalues; on a GPU in single precision by products of matrices, as long as these are as exact.
+    By its eigenvalues; on a GPU in single precision by products of matrices, where their residual is small.
     """
 
     layout: Layout

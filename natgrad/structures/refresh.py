@@ -35,9 +35,9 @@ class Refresh(Structure):
     with random signs, or the damping has. One factor of a hundred that doubles counts as much as a change of all
     factors by a tenth. This is measured whenever the inverse has grown older by an eighth of its age, and the host
     reads the number four steps later, so that it does not wait for the device.
-    ``budget``: inversions take at most this share of the measured time of the forward and backward passes; the steps 1,
-    2, 4, …, 64 are not limited. Measured times differ from run to run: with ``budget=None`` they are not used, and a
-    run can be repeated and resumed bit for bit.
+    ``budget``: inversions take at most this share of the time of the forward and backward passes, which is measured
+    from one step to the next; the steps 1, 2, 4, …, 64 are not limited. Measured times differ from run to run: with
+    ``budget=None`` they are not used, and a run can be repeated and resumed bit for bit.
 
     ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
     and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.

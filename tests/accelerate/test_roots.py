@@ -98,6 +98,27 @@ def test_damping_bounds_the_condition_number_whatever_the_rank(power: float, eps
 ANY = [0.0, 1e-3, 1 / 8, 0.3, 1 / 3, 0.375, 0.5, 0.6, 0.6875, 0.7, 0.9, 63 / 64, 0.999, 1.0]
 
 
+@pytest.mark.parametrize("condition", [1e5, 1e6, 2.0**22])
+@pytest.mark.parametrize("power", [0.25, 0.5, 0.7, 1.0])
+def test_rounding_of_the_bound_is_not_enlarged(power: float, condition: float) -> None:
+    """Of data with a mean, the bound is the largest eigenvalue: rounding must not put that above it."""
+    generator = torch.Generator().manual_seed(0)
+    R = torch.randn(3200, 800, generator=generator) + torch.randn(800, generator=generator)
+    A = (R.T @ R / 3200)[None]
+    X, residual = inverse_power(A, power, condition=condition, method="products")
+    assert float(residual) < 1e-3
+    assert error(X, exact(A, power)) < 1e-3
+
+
+@pytest.mark.parametrize("precision", ["single", "split"])
+@pytest.mark.parametrize("power", [1e-4, 0.4999, 0.9999])
+def test_powers_beside_a_root_are_in_the_range_of_halves(power: float, precision: roots.Precision) -> None:
+    A = symmetric(spread(40, 1e3))[None].float()
+    X, residual = inverse_power(A, power, condition=1e6, error=roots.NOISE, precision=precision, method="products")
+    assert float(residual) < 1e-2
+    assert error(X, exact(A, power)) < 3 * roots.NOISE
+
+
 @pytest.mark.parametrize("epsilon", [1e-2, 1.0, 30.0, 1e3, 1e20])
 @pytest.mark.parametrize("power", ANY)
 def test_damping_may_be_far_larger_than_the_matrix(power: float, epsilon: float) -> None:
@@ -364,6 +385,8 @@ def test_bad_input_is_named() -> None:
         polar(torch.ones(3))
     with pytest.raises(ValueError, match="1 ≤ condition"):
         minimax(0.5)
+    with pytest.raises(ValueError, match=r"1e-12 ≤ error < 1, got .*, nan"):
+        inverse_power(A, 0.3, error=math.nan, method="products")
 
 
 # Coefficients and polar factors.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -324,22 +325,29 @@ def _shares(rank: int) -> list[int]:
 
 
 def _clocks(rank: int) -> list[int]:
-    """The steps in which the metric is inverted, where an inverse takes the processes different times."""
+    """The steps in which the metric is inverted, where an inverse takes the processes different times.
+
+    An inverse takes the first process as long as the passes of four steps, and the second no time.
+    """
+    now = 0.0
 
     class Uneven(ng.solve.Solver):
         def init(
             self, G: ng.operators.Operator, damping: Any = 0.0, warm: Mapping[str, Tensor] | None = None
         ) -> ng.operators.Inverse:
-            time.sleep(0.005 * (1 - rank))
+            nonlocal now
+            now += 4.0 * (1 - rank)
             return ng.Factored().init(G, damping, warm)
 
     structure = ng.Refresh(ng.Kronecker(), **(FRESH | {"budget": 0.5}))
     case = Case(_natural(structure=structure, solver=Uneven()))
     model, steps = DistributedDataParallel(build(case)), set()
     opt = case.make(model)
-    for step in range(40):
-        train(case, model, opt, range(step, step + 1), rank)
-        steps.add(opt.preconditioner.inverted)
+    with mock.patch.object(time, "perf_counter", side_effect=lambda: now):
+        for step in range(40):
+            now += 1.0
+            train(case, model, opt, range(step, step + 1), rank)
+            steps.add(opt.preconditioner.inverted)
     return sorted(steps)
 
 

@@ -379,3 +379,22 @@ def test_what_products_cannot_do_on_a_gpu_is_left_to_eigenvalues(structure: str)
         t.copy_(700001 * torch.outer(v, v) + 0.5 * torch.eye(8))
     with pytest.raises(SingularMetricError, match=r"is singular at damping 1e-09: rank 1 of 8"):
         G.inverse(1e-9)
+    regular = 1000 * torch.eye(8)
+    regular[0, 0] = 1e-5
+    for t in G.tensors().values():  # below rounding of the largest eigenvalue, on a processor and on a GPU
+        t.copy_(regular)
+    with pytest.raises(SingularMetricError, match=r"is singular at damping 0: rank 7 of 8"):
+        G.inverse(0.0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_powers_of_blocks_on_a_gpu_in_half_precision_and_of_nothing() -> None:
+    matrix = (2 * torch.eye(4)).bfloat16()
+    G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": matrix[0]}), matrix, power=0.5)
+    v = G.inverse(0.25).solve(torch.ones(4).bfloat16())
+    torch.testing.assert_close(v, torch.full((4,), 2.25**-0.5).bfloat16())
+    model = nn.Linear(3, 2)
+    model.empty = nn.Parameter(torch.zeros(0))
+    pb = ng.pullback(model, torch.randn(20, 3), ng.Euclidean())
+    found = ng.BlockDense(power=0.5).estimate(pb).inverse(0.1).solve(torch.ones(pb.model.size))
+    assert found.isfinite().all()
