@@ -5,6 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO ?=
 JOBS ?= 2
+CUDA_JOBS ?= 8
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -39,11 +40,11 @@ check: lint  ## the quick gate: lint, the laws of the house, golden values, prod
 test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a time
 	$(PYTEST)
 
-# No virtual environment: PYTHON has a torch with CUDA and pytest, and nothing is installed. Without a GPU the tests
-# would all be skipped, so that is an error.
+# No virtual environment: PYTHON has a torch with CUDA and pytest, and nothing is installed. A process for every file,
+# some at a time: one alone leaves the GPU idle. Without a GPU the tests would all be skipped, so that is an error.
 cuda:  ## the tests that need a GPU, run by PYTHON
 	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch of $(PYTHON) sees no GPU: make cuda PYTHON=...")'
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/cuda
+	printf '%s\n' tests/cuda/test_*.py | OMP_NUM_THREADS=1 xargs -P $(CUDA_JOBS) -n 1 $(PYTHON) -m pytest -q
 
 docs: $(VENV)/.dev  ## write README and the pages that quote measurements from the result files
 	$(BIN)/python -m benchmarks.pages --figures
