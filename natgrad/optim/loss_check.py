@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -98,7 +98,7 @@ class LossCheck:
 
     What is found is said once: as an INFO in the log where the steps are as they should be (gradient accumulation, a
     ``GradScaler``), else as a warning, which ``strict`` makes an error. ``scale_free``: the steps do not depend on the
-    scale of the loss.
+    scale of the loss. Of a metric without a loss (``Empirical()``) only that scale is looked at.
     """
 
     metric: OutputMetric
@@ -112,7 +112,7 @@ class LossCheck:
     _said: set[str] = field(default_factory=set)
     _passes: int = 0  # since the one that is looked at, with it
     _later: set[int] = field(default_factory=set)  # those of them, without it, that a backward pass has come to
-    _arrived: Tensor | None = None  # the norm of a parameter's gradient, when the backward pass was over
+    _arrived: Tensor | None = None  # the norm of the last parameter's gradient, when the backward pass was over
     _arrival: RemovableHandle | None = None  # of the hook that keeps it
 
     @cached_property
@@ -254,20 +254,21 @@ class LossCheck:
             )
         return None
 
-    def watch_scale(self, param: Tensor) -> None:
-        """A metric has the scale of the cotangents: keep how long the gradient of a parameter is until the step."""
+    def watch_scale(self, params: Mapping[str, Tensor]) -> None:
+        """The metric has the scale of the cotangents: keep the length of a gradient, to see whether it is divided."""
         if not self.scale_free and self._arrival is None:
-            self._arrival = param.register_post_accumulate_grad_hook(_weakly(self, LossCheck._keep))
+            last = list(params.values())[-1]
+            self._arrival = last.register_post_accumulate_grad_hook(_weakly(self, LossCheck._keep))
 
     def _keep(self, param: Tensor) -> None:
         if param.grad is not None and param.grad.layout == torch.strided:
             self._arrived = torch.linalg.vector_norm(param.grad.detach())
 
-    def report_scale(self, gradient: Tensor) -> None:
+    def report_scale(self, params: Iterable[str], gradients: Mapping[str, Tensor]) -> None:
         """Compare it with the gradient of the step, once: a ``GradScaler`` has divided that by its scale."""
-        if self._arrived is None or self._arrival is None:
+        if self._arrived is None or self._arrival is None or (last := list(params)[-1]) not in gradients:
             return
-        before, now = float(self._arrived), float(torch.linalg.vector_norm(gradient))
+        before, now = float(self._arrived), float(torch.linalg.vector_norm(gradients[last]))
         if not (0 < now < math.inf and 0 < before < math.inf):
             return
         self._arrival.remove()

@@ -473,8 +473,7 @@ class MetricTracker:
         """The estimates of the passes of this step that the user's backward pass came through."""
         if not self._in_backward:
             return
-        if (last := list(self.model.params)[-1]) in ω:
-            self.loss_check.report_scale(ω[last])
+        self.loss_check.report_scale(self.model.params, ω)
         observer = self.observer
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
         # Before there is an average, the last pass decides what has a layer: it knows the layers of all others.
@@ -514,7 +513,7 @@ class MetricTracker:
 
         estimate = self.structure.in_backward(pb, self.average, in_place=self._absorbs(), weigh=weigh)
         self._in_backward.append((pb.n, estimate))
-        self.loss_check.watch_scale(list(self.model.params.values())[-1])
+        self.loss_check.watch_scale(self.model.params)
         pb.tapes.clear()
 
     @property

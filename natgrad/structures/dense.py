@@ -448,24 +448,9 @@ class PowerInverse(Inverse):
         power: float,
         what: str,
     ) -> PowerInverse:
-        batches, roots = _batched(indices, matrices), list[Tensor]()
-        for _, matrix in batches:
-            check_finite(matrix, what)
-            λ = _shift(matrix, damping)
-            root = _quick_root(matrix, λ, damping, power)
-            if root is not None:
-                roots.append(root)
-                continue
-            values, vectors = spectrum(matrix)
-            zero = torch.zeros_like(values[:, :1], dtype=torch.bool)
-            if isinstance(damping, Relative):
-                zero = values.abs().amax(-1, keepdim=True) == 0
-            damped = damped_spectrum(values.masked_fill(zero, 1.0), λ, what).masked_fill(zero, 0.0)
-            root = (vectors * inverse_powered(damped, 0.5 * power).unsqueeze(-2)) @ vectors.mT
-            # Rounding must not move parameters that nothing depends on: a step rule may enlarge it to a whole step.
-            unused = matrix.diagonal(dim1=-2, dim2=-1) == 0
-            roots.append(root.masked_fill_(unused.unsqueeze(-1) != unused.unsqueeze(-2), 0.0))
-        return PowerInverse(layout, tuple(index for index, _ in batches), tuple(roots))
+        batches = _batched(indices, matrices)
+        roots = tuple(_damped_root(matrix, damping, power, what) for _, matrix in batches)
+        return PowerInverse(layout, tuple(index for index, _ in batches), roots)
 
     def solve(self, ω: Tensor) -> Tensor:
         return _through_roots(self.indices, self.roots, ω)
@@ -487,11 +472,22 @@ class PowerInverse(Inverse):
         return {f"{_POWER}{at}": root for at, root in enumerate(self.roots)}
 
 
-def _quick_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: float) -> Tensor | None:
-    """(G + λ)^-p/2 [b d d], if there is a quicker way than eigenvalues. No eigenvalue is above d times their mean."""
+def _damped_root(matrix: Tensor, damping: Damping, power: float, what: str) -> Tensor:
+    """(G + λ)^-p/2 [b d d] of matrices of one size. No eigenvalue of a matrix is above d times their mean."""
+    check_finite(matrix, what)
+    λ = _shift(matrix, damping)
     shift = λ if isinstance(λ, Tensor) else matrix.new_full((len(matrix),), λ)
     condition = matrix.shape[-1] / damping.epsilon + 1 if isinstance(damping, Relative) else 1e6
-    return quick_inverse_power(matrix, 0.5 * power, shift=shift, condition=condition)
+    quick = quick_inverse_power(matrix, 0.5 * power, shift=shift, condition=condition)
+    if quick is not None:
+        return quick
+    values, vectors = spectrum(matrix)
+    zero = (values.abs().amax(-1, keepdim=True) == 0) & isinstance(damping, Relative)
+    damped = damped_spectrum(values.masked_fill(zero, 1.0), λ, what).masked_fill(zero, 0.0)
+    root = (vectors * inverse_powered(damped, 0.5 * power).unsqueeze(-2)) @ vectors.mT
+    # Rounding must not move parameters that nothing depends on: a step rule may enlarge it to a whole step.
+    unused = matrix.diagonal(dim1=-2, dim2=-1) == 0
+    return root.masked_fill_(unused.unsqueeze(-1) != unused.unsqueeze(-2), 0.0)
 
 
 @final
