@@ -29,6 +29,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -97,25 +98,27 @@ def _tuning(args: argparse.Namespace, setup: Setup, place: Place, schedules: Seq
 def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """The runs of the protocol that are not done, in its order, for as long as the time lasts.
 
-    One that time cuts short is saved in ``--out``, and is the first of the next call. A search comes before the first
-    run that needs it. One that fails stops no other.
+    One that time cuts short is saved in ``--out``, and is the first of the next call. Searches come before the first
+    run that needs them; where fewer runs than workers are left before it, later ones that need none run beside them.
+    One that fails stops no other.
     """
     left, failed = list(plan()), []
     try:
         while left and budget.allows(args.enough):
             choices = Choices.load(args.results / TUNED_FILE)
-            search = _search(left[0], choices)
-            if search is not None:
-                grids = {search.arm: ARMS[search.arm].candidates}
-                _tuning(args, setup, place, [search.schedule]).tune(grids, [BENCHMARKS[search.dataset]], budget)
-                if _search(left[0], Choices.load(args.results / TUNED_FILE)) == search:
+            ready = [run for run in left if not _searches(run, choices)]
+            if left[0] not in ready:
+                _search(left, choices, args, setup, place, budget)
+                if _searches(left[0], Choices.load(args.results / TUNED_FILE)):
                     break  # there is no time for the rest of it
                 continue
-            tasks: list[Task] = []
-            while left and len(tasks) < setup.pace.workers and _search(left[0], choices) is None:
-                tasks += _task(left.pop(0), choices, args, setup, place)
+            before, tasks = len(list(takewhile(ready.__contains__, left))), list[Task]()
+            for at, run in enumerate(ready):
+                if at < before or len(tasks) < setup.pace.workers:
+                    tasks += _task(run, choices, args, setup, place)
+                    left.remove(run)
             try:
-                perform_all(tasks, setup.pace.workers, budget)
+                perform_all(tasks, setup.pace.workers, budget, args.enough)
             except SystemExit as failure:
                 failed.append(f"{failure}")
     finally:
@@ -139,14 +142,26 @@ def _task(run: Planned, choices: Choices, args: argparse.Namespace, setup: Setup
     return [Task(job, setup, what, place)]
 
 
-def _search(run: Planned, choices: Choices) -> TuningKey | None:
-    """The search that comes before a run, if one is not done."""
+def _searches(run: Planned, choices: Choices) -> list[TuningKey]:
+    """The searches that come before a run and are not done."""
     name = run.name
     if not ARMS[name.arm].tuned:
-        return None
+        return []
     schedules = BOTH if name.schedule == BETTER else (name.schedule,)
     keys = (TuningKey(name.dataset, name.arm, schedule) for schedule in schedules)
-    return next((key for key in keys if choices.of(key).chosen is None), None)
+    return [key for key in keys if choices.of(key).chosen is None]
+
+
+def _search(
+    left: Sequence[Planned], choices: Choices, args: argparse.Namespace, setup: Setup, place: Place, budget: Budget
+) -> None:
+    """The searches before the first run, and all others of its part with its images: their trials run side by side."""
+    part, dataset = left[0].part, left[0].name.dataset
+    runs = [run for run in left if (run.part, run.name.dataset) == (part, dataset)]
+    keys = [key for run in runs for key in _searches(run, choices)]
+    grids = {key.arm: ARMS[key.arm].candidates for key in keys}
+    schedules = list(dict.fromkeys(key.schedule for key in keys))
+    _tuning(args, setup, place, schedules).tune(grids, [BENCHMARKS[dataset]], budget)
 
 
 def not_done(args: argparse.Namespace) -> list[Planned]:

@@ -284,12 +284,12 @@ def train(job: Job, setup: Setup, images: Images, out: Path, budget: Budget) -> 
     training = Training(job, setup, images)
     if checkpoint.exists():
         training.load(torch.load(checkpoint, map_location="cpu", weights_only=True))
-    longest = 0.0
-    while not training.finished and budget.allows(longest):
+    goes_on = budget.allows(0.0)
+    while goes_on and not training.finished:
         start = time.time()
         training.epoch()
-        longest = max(longest, 1.1 * (time.time() - start))
-        due = len(training.history) % setup.pace.save_every == 0 or not budget.allows(longest)
+        goes_on = budget.allows(1.2 * (time.time() - start))  # the next one takes as long as this one, about
+        due = len(training.history) % setup.pace.save_every == 0 or not goes_on
         if due and not training.finished:
             with replaced(checkpoint) as file:
                 torch.save(training.state(), file)

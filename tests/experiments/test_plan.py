@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from experiments.sobolev_cifar import command
 from experiments.sobolev_cifar.arms import ARMS
 from experiments.sobolev_cifar.command import main
 from experiments.sobolev_cifar.plan import BETTER, Planned, plan
-from experiments.sobolev_cifar.record import Name, load_all
+from experiments.sobolev_cifar.record import Name, Record, load_all
+from experiments.sobolev_cifar.scheduler import Task, perform_all
+from experiments.sobolev_cifar.training import Budget
 from tests.experiments.tiny import TINY
 
 PROTOCOL = Path(command.__file__).with_name("protocol.md")
@@ -51,11 +54,37 @@ def test_the_queue_goes_on_where_it_stopped_and_tunes_what_has_to_be_tuned(
     assert (folder / "results" / "runs.json").read_text() == kept
 
 
+def test_workers_that_wait_for_a_search_run_what_needs_none_and_searches_of_a_part_are_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = (Name("cifar10", "fifths", "amari", seed) for seed in (3, 4))
+    tuned = [Name("cifar10", "fifths", arm, 0) for arm in ("sgd", "adamw")]
+    parts = {"first": [first], "tuned": tuned, "last": [later]}
+    monkeypatch.setattr(command, "plan", lambda: [Planned(part, name) for part in parts for name in parts[part]])
+    runs: list[list[str]] = []
+    trials: list[set[str]] = []
+
+    def performed(tasks: Sequence[Task], workers: int, budget: Budget, enough: float = 0.0) -> list[Record]:
+        if all(task.setup.part.held_out == 0 for task in tasks):
+            runs.append([task.job.key for task in tasks])
+        else:
+            trials.append({task.job.arm.name for task in tasks})
+        return perform_all(tasks, 1, budget, enough)
+
+    monkeypatch.setattr(command, "perform_all", performed)
+    monkeypatch.setattr("experiments.sobolev_cifar.tuning.perform_all", performed)
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    tuning = ["--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
+    main([*places, *TINY, *tuning, "--queue", "--workers", "2"])
+    assert runs == [[first.key, later.key], [name.key for name in tuned]]
+    assert trials == [{"sgd", "adamw"}, {"sgd", "adamw"}]  # two rounds
+
+
 def test_a_run_whose_images_are_not_there_stops_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [Name("cifar100", "fifths", "amari", 0), Name("cifar10", "fifths", "amari", 3)]
     monkeypatch.setattr(command, "plan", lambda: [Planned("all", name) for name in runs])
     places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
-    with pytest.raises(SystemExit, match=r"1 of 1 runs failed\ncifar100-fifths-amari-0(.|\n)*cifar100"):
+    with pytest.raises(SystemExit, match=r"1 of 2 runs failed\ncifar100-fifths-amari-0(.|\n)*cifar100"):
         main([*places, *TINY, "--queue"])
     (found,) = load_all([folder / "results"])
     assert found.name == runs[1]
