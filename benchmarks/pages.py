@@ -291,6 +291,20 @@ def winners(folder: Path = RECORDS) -> str:
     return "\n".join(lines)
 
 
+def tuning_runs(folder: Path = RECORDS) -> str:
+    """How many tuning runs every optimizer has on every network: short ones + those with the whole length."""
+    records, found = Records.load(folder), {}
+    for name, task in tasks().items():
+        for optimizer in (row[0] for row in _tuned_rows(records, task)):
+            whole = len(records.of(name, TUNE, optimizer, task.steps))
+            short = len(records.of(name, TUNE, optimizer)) - whole
+            found[name, _short(optimizer)] = f"{short} + {whole}" if short else f"{whole}"
+    columns = dict.fromkeys(optimizer for _, optimizer in found)
+    rows = [[SHORT_RACES[name], *(found.get((name, one), "–") for one in columns)] for name in tasks()]
+    table = [["network, short + whole", *columns], ["---"] * (len(columns) + 1), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+
+
 def beside_adamw(column: str, folder: Path = RECORDS) -> str:
     """On which networks a loss of ``ng.Natural`` is below AdamW's final one, and on which it is not."""
     records, at = Records.load(folder), HEAD.index(column)
@@ -495,6 +509,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             rates_below_adamw,
             ends_of_the_grid,
             ablation,
+            tuning_runs,
             cifar_table,
             cifar_figures,
             regression_table,
