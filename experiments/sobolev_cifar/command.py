@@ -122,7 +122,7 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
             except SystemExit as failure:
                 failed.append(f"{failure}")
     finally:
-        report.save_runs([record for record in records(args) if record.finished], args.results)
+        report.save_runs(records(args), args.results)
         missing = not_done(args)
         print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
     if failed:

@@ -161,8 +161,8 @@ def table(found: Sequence[Group]) -> str:
 
 
 def save_runs(records: Sequence[Record], results: Path) -> None:
-    """``runs.json``: all curves."""
-    write_json(results / "runs.json", [record.columns() for record in records])
+    """``runs.json``: the curves of finished runs."""
+    write_json(results / "runs.json", [record.columns() for record in records if record.finished])
 
 
 def save(records: Sequence[Record], results: Path) -> list[Group]:
