@@ -217,7 +217,11 @@ def _colour(arm: str) -> str:
 
 
 def _picture(found: Sequence[Group], title: str, path: Path, *, seconds: bool) -> None:
-    """Loss and accuracy against epochs and, with ``seconds``, against time; the seeds are thin."""
+    """Loss and accuracy against epochs and, with ``seconds``, against time; the seeds are thin.
+
+    Time is that of a run alone, and optimizers without a measurement of it are left out there; time on a shared device
+    only if none has one.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -225,7 +229,7 @@ def _picture(found: Sequence[Group], title: str, path: Path, *, seconds: bool) -
     axes = figure.subplots(2, 2 if seconds else 1, sharex="col", sharey="row", squeeze=False)
     clocks = [group.seconds for group in found]
     mixed = len({group.schedule for group in found}) > 1
-    alone = None not in clocks  # otherwise all as measured: a figure has one kind of seconds
+    alone = any(clock is not None for clock in clocks)  # a figure has one kind of seconds
     quantities: list[Callable[[Point], float]] = [lambda p: p.train_loss, lambda p: 100 * p.test_accuracy]
     for group, clock in zip(found, clocks, strict=True):
         epochs = [float(epoch + 1) for epoch in range(len(group.loss.mean))]
@@ -237,8 +241,8 @@ def _picture(found: Sequence[Group], title: str, path: Path, *, seconds: bool) -
         for row, (curve, of) in enumerate(zip((group.loss, group.accuracy), quantities, strict=True)):
             for run in group.records:
                 axes[row][0].plot(epochs, [of(p) for p in run.history[: len(epochs)]], linewidth=0.4, alpha=0.6, **look)
-            xs = (epochs, clock if alone and clock else group.shared.mean) if seconds else (epochs,)
-            for axis, x in zip(axes[row], xs, strict=True):
+            xs = (epochs, clock if alone else group.shared.mean) if seconds else (epochs,)
+            for axis, x in [(axis, x) for axis, x in zip(axes[row], xs, strict=True) if x is not None]:
                 low = [m - d for m, d in zip(curve.mean, curve.deviation, strict=True)]
                 high = [m + d for m, d in zip(curve.mean, curve.deviation, strict=True)]
                 axis.plot(x, curve.mean, label=label, **look)

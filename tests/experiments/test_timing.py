@@ -79,6 +79,14 @@ def test_images_without_a_measurement_have_no_seconds_in_the_tables(tmp_path: Pa
     levels = json.loads((tmp_path / "pairs.json").read_text())["reached"]
     assert [level["seconds"] for level in levels if level["dataset"] == "cifar100"] == [{}, {}]
     assert [path.name for path in draw(found, tmp_path)] == ["cifar10-tenths.svg", "cifar100-tenths.svg"]
+    alone, shared = ((tmp_path / f"{name}-tenths.svg").read_text() for name in ("cifar10", "cifar100"))
+    assert "<!-- seconds, one run on the device -->" in alone
+    assert "<!-- seconds, several runs on the device -->" in shared
+    write_timing(tmp_path, {"amari": 3.0})  # the other one has no curve against seconds
+    draw(report.save(records, tmp_path), tmp_path)
+    fewer = (tmp_path / "cifar10-tenths.svg").read_text()
+    assert "<!-- seconds, one run on the device -->" in fewer
+    assert fewer.count("FillBetweenPolyCollection") == alone.count("FillBetweenPolyCollection") - 2
 
 
 def test_a_measurement_of_cifar100_stands_beside_that_of_cifar10(tmp_path: Path) -> None:
