@@ -114,7 +114,7 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
                 continue
             before, tasks = len(list(takewhile(ready.__contains__, left))), list[Task]()
             for at, run in enumerate(ready):
-                if at < before or len(tasks) < setup.pace.workers:
+                if at < before or 0 < len(tasks) < setup.pace.workers:
                     tasks += _task(run, choices, args, setup, place)
                     left.remove(run)
             try:

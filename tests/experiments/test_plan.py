@@ -54,13 +54,14 @@ def test_the_queue_goes_on_where_it_stopped_and_tunes_what_has_to_be_tuned(
     assert (folder / "results" / "runs.json").read_text() == kept
 
 
+@pytest.mark.parametrize("done", [False, True])
 def test_workers_that_wait_for_a_search_run_what_needs_none_and_searches_of_a_part_are_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    done: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``done``: no run is left before the search, so that nobody waits."""
     first, later = (Name("cifar10", "fifths", "amari", seed) for seed in (3, 4))
     tuned = [Name("cifar10", "fifths", arm, 0) for arm in ("sgd", "adamw")]
     parts = {"first": [first], "tuned": tuned, "last": [later]}
-    monkeypatch.setattr(command, "plan", lambda: [Planned(part, name) for part in parts for name in parts[part]])
     runs: list[list[str]] = []
     trials: list[set[str]] = []
 
@@ -75,8 +76,14 @@ def test_workers_that_wait_for_a_search_run_what_needs_none_and_searches_of_a_pa
     monkeypatch.setattr("experiments.sobolev_cifar.tuning.perform_all", performed)
     places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
     tuning = ["--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
-    main([*places, *TINY, *tuning, "--queue", "--workers", "2"])
-    assert runs == [[first.key, later.key], [name.key for name in tuned]]
+    asked = [*places, *TINY, *tuning, "--queue", "--workers", "2"]
+    if done:
+        monkeypatch.setattr(command, "plan", lambda: [Planned("first", first)])
+        main(asked)
+    monkeypatch.setattr(command, "plan", lambda: [Planned(part, name) for part in parts for name in parts[part]])
+    main(asked)
+    last = [name.key for name in (*tuned, later)]
+    assert runs == ([[first.key], [], last] if done else [[first.key, later.key], last[:2]])
     assert trials == [{"sgd", "adamw"}, {"sgd", "adamw"}]  # two rounds
 
 
