@@ -29,7 +29,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +111,10 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
                 if _searches(left[0], Choices.load(args.results / TUNED_FILE)):
                     break  # there is no time for the rest of it
                 continue
-            before, tasks = len(list(takewhile(ready.__contains__, left))), list[Task]()
-            for at, run in enumerate(ready):
-                if at < before or 0 < len(tasks) < setup.pace.workers:
+            tasks, waiting = list[Task](), False
+            for run in list(left):
+                waiting |= run not in ready  # from the first run that needs a search
+                if run in ready and (not waiting or 0 < len(tasks) < setup.pace.workers):
                     tasks += _task(run, choices, args, setup, place)
                     left.remove(run)
             try:

@@ -1,4 +1,4 @@
-"""The experiment on CIFAR at a tiny size: it runs, it can be stopped and go on exactly, it reports what it ran (S6)."""
+"""The experiment on CIFAR at a tiny size: it runs, it can be stopped and go on exactly, it reports what it ran."""
 
 from __future__ import annotations
 

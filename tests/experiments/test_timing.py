@@ -86,7 +86,7 @@ def test_images_without_a_measurement_have_no_seconds_in_the_tables(tmp_path: Pa
     draw(report.save(records, tmp_path), tmp_path)
     fewer = (tmp_path / "cifar10-tenths.svg").read_text()
     assert "<!-- seconds, one run on the device -->" in fewer
-    assert fewer.count("FillBetweenPolyCollection") == alone.count("FillBetweenPolyCollection") - 2
+    assert fewer.count("PolyCollection") == alone.count("PolyCollection") - 2
 
 
 def test_a_measurement_of_cifar100_stands_beside_that_of_cifar10(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def _norm(S: Tensor) -> Tensor:
 
 
 @EVERY
-def test_s7_the_map_s_is_the_sum_of_inner_products_and_zero_where_the_projection_is(metric: ng.OutputMetric) -> None:
+def test_the_map_s_is_the_sum_of_inner_products_and_zero_where_the_projection_is(metric: ng.OutputMetric) -> None:
     model, x, v = network(), normal(8, 2), normal(8, 3, seed=1)
     J, H, g, inverse = dense(model, x, metric)
     S = NTKMap(framed(model, x, metric))
@@ -309,7 +309,7 @@ def test_s7_the_map_s_is_the_sum_of_inner_products_and_zero_where_the_projection
 
 @EVERY
 @pytest.mark.parametrize("hidden", [1, 12])
-def test_s7_how_far_s_is_from_a_projection_is_seen_in_the_eigenvalues_of_the_pulled_back_metric(
+def test_how_far_s_is_from_a_projection_is_seen_in_the_eigenvalues_of_the_pulled_back_metric(
     metric: ng.OutputMetric, hidden: int
 ) -> None:
     """In coordinates in which the metric is the plain one, S and P are symmetric matrices: take their norms."""

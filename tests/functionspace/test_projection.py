@@ -30,7 +30,7 @@ from tests.pulled import close, normal
 
 @EVERY
 @pytest.mark.parametrize("hidden", [1, 12])  # fewer parameters than outputs, and more
-def test_s7_the_kernel_of_the_tangent_space_is_19(metric: ng.OutputMetric, hidden: int) -> None:
+def test_the_kernel_of_the_tangent_space_is_19(metric: ng.OutputMetric, hidden: int) -> None:
     model, x, y, z = network(hidden), normal(8, 2), normal(5, 2, seed=1), normal(3, 2, seed=2)
     _, _, g, inverse = dense(model, x, metric)
     K_f = TangentKernel(framed(model, x, metric))

@@ -64,7 +64,7 @@ def test_the_norm_of_what_is_known_at_more_points_is_never_smaller() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_s2_the_gradient_represents_the_differential_of_the_loss(reduction: str) -> None:
+def test_the_gradient_represents_the_differential_of_the_loss(reduction: str) -> None:
     """⟨∇ℓ, h⟩ = dℓ(h) for every direction h (Bai, Rosenberg and Xu (2022), lemma 4), by finite differences along h."""
     f, t = _function(Z, 3), torch.tensor([0, 2, 1, 1, 0])
 
@@ -142,7 +142,7 @@ def _golden() -> tuple[Tensor, Tensor, Tensor, float]:
     return tensor(inputs["X"]), tensor(inputs["y"]), tensor([[inputs["x_test"]]]), inputs["eta"]
 
 
-def test_s2_stochastic_descent_one_point_at_a_time_is_13() -> None:
+def test_stochastic_descent_one_point_at_a_time_is_13() -> None:
     case = golden("sobolev.kernel_gd")
     x, y, x_test, η = _golden()
     fitted = _descent(step=η, passes=1, batch=1).fit(x, y)

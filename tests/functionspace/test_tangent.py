@@ -66,7 +66,7 @@ def _oracle(J: Tensor, K: Tensor, v: Tensor, damping: float) -> Tensor:
 
 
 @pytest.mark.parametrize("nu", [0.5, 1.3, 1.5])
-def test_s3_one_undamped_sobolev_step_moves_the_training_outputs_by_minus_k_e(nu: float) -> None:
+def test_one_undamped_sobolev_step_moves_the_training_outputs_by_minus_k_e(nu: float) -> None:
     model, x, t = _wide()
     kernel = SobolevKernel(nu)
     w = TangentSpace.of(model, x, kernel).natural_gradient(_squares(t))
@@ -108,7 +108,7 @@ def test_the_golden_sobolev_natural_gradient() -> None:
 
 @pytest.mark.parametrize("damping", [0.0, 0.1])
 @pytest.mark.parametrize("hidden", [1, 16])  # fewer parameters than outputs, and more
-def test_s3_the_projection_is_that_of_lemma_3(hidden: int, damping: float) -> None:
+def test_the_projection_is_that_of_lemma_3(hidden: int, damping: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 2)).double()
     x, v = normal(8, 2), normal(8, 2, seed=1)
@@ -119,7 +119,7 @@ def test_s3_the_projection_is_that_of_lemma_3(hidden: int, damping: float) -> No
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 @pytest.mark.parametrize(("nu", "lengthscale"), [(1.5, 30.0), (4.5, 30.0), (40.0, 10.0)])
-def test_s3_a_damped_projection_in_a_space_of_very_smooth_functions_is_the_push_through_form(
+def test_a_damped_projection_in_a_space_of_very_smooth_functions_is_the_push_through_form(
     nu: float, lengthscale: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Bᵀ(λK + BBᵀ)⁻¹v needs no inverse of K, which has none in floating point here."""

@@ -206,7 +206,7 @@ def test_example_A3_the_parameter_gradients_differ_and_their_pushforwards_do_not
     torch.testing.assert_close(weighted["ξ"], v_θ)
 
 
-def test_k6_natural_gradient_steps_are_invariant_to_linear_maps_of_the_parameters() -> None:
+def test_natural_gradient_steps_are_invariant_to_linear_maps_of_the_parameters() -> None:
     """θ = Aθ′: the steps agree, A(θ′ − αv′) = θ − αv (Johnson (2017), eq. 52); those of the gradient do not."""
     generator = torch.Generator().manual_seed(0)
     A = torch.randn(3, 3, generator=generator, dtype=torch.float64) + 2 * torch.eye(3, dtype=torch.float64)

@@ -35,7 +35,7 @@ def _at(kernel: SobolevKernel, r: float, d: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("name", names("sobolev.kernel.n"))
-def test_s1_the_unnormalised_kernel_is_the_reproducing_kernel_of_h_s_in_every_dimension(name: str) -> None:
+def test_the_unnormalised_kernel_is_the_reproducing_kernel_of_h_s_in_every_dimension(name: str) -> None:
     case = golden(name)
     n, s, r = (case["inputs"][key] for key in ("n", "s", "r"))
     agrees(case, _at(SobolevKernel((s - n) / 2, normalised=False), r, n), "value")

@@ -1,4 +1,4 @@
-"""Sobolev K-FAC (S5): K-FAC itself where the kernel is 1, and what a kernel of the inputs makes of it elsewhere.
+"""Sobolev K-FAC: K-FAC itself where the kernel is 1, and what a kernel of the inputs makes of it elsewhere.
 
 That two processes take the steps of one that accumulates their batches is in ``test_distributed``.
 """

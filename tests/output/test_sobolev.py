@@ -73,7 +73,7 @@ def test_the_coupling_is_the_golden_inverse_of_k(name: str) -> None:
 
 
 @pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel()], ids=repr)
-def test_s4_the_golden_natural_gradient(structure: Structure) -> None:
+def test_the_golden_natural_gradient(structure: Structure) -> None:
     case = golden("sobolev.mlp.natgrad.ell1")
     model, x, t = golden_mlp()
     metric, λ = ng.Sobolev(jitter=0.0), case["inputs"]["damping"]
@@ -81,7 +81,7 @@ def test_s4_the_golden_natural_gradient(structure: Structure) -> None:
     agrees(case, v.flatten(), "natgrad")
 
 
-def test_s5_kronecker_factors_are_the_golden_ones_with_the_scale_that_25_misses() -> None:
+def test_kronecker_factors_are_the_golden_ones_with_the_scale_that_25_misses() -> None:
     """A ∝ āᵀK⁻¹ā, S ∝ Σ_k Ds_kᵀK⁻¹Ds_k, and the trace is that of the block as far as it is without K."""
     case = golden("sobolev.mlp.kfac.ell1")["expected"]
     model, x, _ = golden_mlp()
@@ -106,7 +106,7 @@ def test_s5_kronecker_factors_are_the_golden_ones_with_the_scale_that_25_misses(
 
 @every_base
 @every_structure
-def test_s4_where_k_is_one_the_metric_is_its_base(structure: Structure, base: ng.OutputMetric) -> None:
+def test_where_k_is_one_the_metric_is_its_base(structure: Structure, base: ng.OutputMetric) -> None:
     problem = zoo.case("mlp_tanh").make()
     apart = ng.Sobolev(base, lengthscale=1e-3)
     close(structure.estimate(pull(problem, apart)).dense(), structure.estimate(pull(problem, base)).dense(), 1e-12)
@@ -153,9 +153,7 @@ def test_more_data_is_never_less_metric() -> None:
 
 @pytest.mark.parametrize("jitter", [0.0, 1e-6])
 @pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel()], ids=repr)
-def test_s3_one_undamped_sobolev_step_moves_the_training_outputs_by_minus_k_e(
-    structure: Structure, jitter: float
-) -> None:
+def test_one_undamped_sobolev_step_moves_the_training_outputs_by_minus_k_e(structure: Structure, jitter: float) -> None:
     model, x, t = wide()
     metric = ng.Sobolev(jitter=jitter)
     v = ng.natural_gradient(model, x, mean_squares(t), metric, structure=structure, solver=ng.Pinv(rtol=1e-10))

@@ -137,7 +137,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_diagonal_of_a_sampled_metric_never_holds_the_gradients_of_the_examples() -> None:
-    """M5: N·P would be 64 · 3,300; the largest tensor is one of the size of the parameters or of the activations."""
+    """N·P would be 64 · 3,300; the largest tensor is one of the size of the parameters or of the activations."""
     model, x = zoo.mlp(30, 50, 34).double(), normal(64, 30)
     with Largest() as largest:
         pb = ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1), samples=1))

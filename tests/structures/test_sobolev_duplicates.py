@@ -130,7 +130,7 @@ def test_the_damped_step_is_the_solution_with_that_metric(name: str, base: ng.Ou
 
 
 @pytest.mark.parametrize("name", ["Dense", "Kernel", "Implicit"])
-def test_s4_the_step_is_the_push_through_form_that_inverts_no_k(name: str) -> None:
+def test_the_step_is_the_push_through_form_that_inverts_no_k(name: str) -> None:
     """Jᵀ(λNK + JJᵀ)⁻¹N K e, to 1e-10, from the definition and from ``TangentSpace``."""
     model, (x, t) = network(), batch()
     loss = lambda y: (y - t).square().sum() / (2 * len(x))  # noqa: E731
@@ -148,9 +148,7 @@ def test_s4_the_step_is_the_push_through_form_that_inverts_no_k(name: str) -> No
 
 @pytest.mark.parametrize("damping", [1e-3, 0.1])
 @pytest.mark.parametrize("lengthscale", [1.0, 20.0, 100.0])
-def test_s4_the_kernel_structure_keeps_its_digits_where_k_is_ill_conditioned(
-    lengthscale: float, damping: float
-) -> None:
+def test_the_kernel_structure_keeps_its_digits_where_k_is_ill_conditioned(lengthscale: float, damping: float) -> None:
     """Against 40 digits; cond(K) is 10² to 10⁸, and a metric that is formed with K⁻¹ loses as many digits."""
     model, x, t = network(), normal(6, 2), normal(6, 3, seed=1)
     metric = ng.Sobolev(lengthscale=lengthscale, jitter=0.0)

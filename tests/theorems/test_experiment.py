@@ -1,4 +1,4 @@
-"""What the library promises of the experiment (S6): VGG16 on both CIFAR sets, at a tiny size where it is run."""
+"""What the library promises of the experiment: VGG16 on both CIFAR sets, at a tiny size where it is run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _as_before() -> Iterator[None]:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = fastest, tf32
 
 
-def test_s6_the_experiment_has_the_network_and_the_hyper_parameters_of_the_paper() -> None:
+def test_the_experiment_has_the_network_and_the_hyper_parameters_of_the_paper() -> None:
     """Bai et al. (2022), §6.3 and App. D. The lengthscale is the kernel's: the input of the network is not scaled."""
     args = parsed([])
     assert (args.epochs, args.batch, args.schedules) == (50, 128, ["tenths", "fifths"])
@@ -42,7 +42,7 @@ def test_s6_the_experiment_has_the_network_and_the_hyper_parameters_of_the_paper
         assert kinds == [13, 13, 1]
 
 
-def test_s6_sobolev_and_amari_run_on_both_sets_and_seeds_have_a_mean_and_a_spread_that_are_drawn(
+def test_sobolev_and_amari_run_on_both_sets_and_seeds_have_a_mean_and_a_spread_that_are_drawn(
     tmp_path: Path,
 ) -> None:
     for what in (CIFAR10, CIFAR100):

@@ -1,4 +1,4 @@
-"""What the library promises of exponential families in motion (E3, E4, P1, S10), one theorem each."""
+"""What the library promises of exponential families in motion, one theorem each."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
 
 
 @every
-def test_e3_mirror_descent_in_either_chart_is_natural_gradient_in_the_other(case: Case) -> None:
+def test_mirror_descent_in_either_chart_is_natural_gradient_in_the_other(case: Case) -> None:
     """Grosse (2021), eq. 20–23, with F = ∇²log Z of the textbook and its pseudo-inverse."""
     family, lr = case.family, 0.02
     ω_ξ = gradient(objective(case), case.xi)
@@ -34,7 +34,7 @@ def test_e3_mirror_descent_in_either_chart_is_natural_gradient_in_the_other(case
     close(natural_gradient(family, case.xi, ω_ξ, MEAN), ω_η)
 
 
-def test_e4_online_maximum_likelihood_is_the_batch_estimate_with_one_over_k_plus_one() -> None:
+def test_online_maximum_likelihood_is_the_batch_estimate_with_one_over_k_plus_one() -> None:
     case = golden("mirror.online_mle")
     x = tensor(case["inputs"]["t"])
     estimates = [Online.of(ng.families.Poisson(), x[:1])]
@@ -43,7 +43,7 @@ def test_e4_online_maximum_likelihood_is_the_batch_estimate_with_one_over_k_plus
     agrees(case, torch.stack([estimate.xi for estimate in estimates]), "iterates")
 
 
-def test_e4_the_online_estimate_is_fisher_efficient() -> None:
+def test_the_online_estimate_is_fisher_efficient() -> None:
     """k E‖ξ_k − ξ‖² = p in the Fisher metric at ξ, the Cramér–Rao bound, to four standard errors of 4000 streams."""
     family, eta, streams = ng.families.Gamma(), t(1.2, -2.1), 4000
     x = family.sample(eta, (64, streams), torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ def test_e4_the_online_estimate_is_fisher_efficient() -> None:
 
 
 @pytest.mark.parametrize("case", MINIMAL, ids=repr)
-def test_p1_the_linearised_proximal_step_with_kl_is_mirror_descent(case: Case) -> None:
+def test_the_linearised_proximal_step_with_kl_is_mirror_descent(case: Case) -> None:
     """The general minimiser of ⟨∇J, u⟩ + λ KL(p_η ‖ p_u), which knows nothing of charts, finds (20)."""
     λ, J, ξ = 50.0, ng.mirror.in_other_chart(objective(case), case.family, MEAN), case.xi
 
@@ -69,7 +69,7 @@ def test_p1_the_linearised_proximal_step_with_kl_is_mirror_descent(case: Case) -
     close(mirror_step(case.family, case.eta, gradient(J, case.eta), 1 / λ, NATURAL).point, found, 1e-8)
 
 
-def test_p1_the_exact_proximal_point_is_implicit_mirror_descent_and_all_three_agree_for_short_steps() -> None:
+def test_the_exact_proximal_point_is_implicit_mirror_descent_and_all_three_agree_for_short_steps() -> None:
     """ξ(u) = ξ − ∇J(u)/λ, the gradient at the new point; what the three forms differ by falls as 1/λ²."""
     g, eta, goal = ng.families.Gamma(), t(1.2, -2.1), ng.families.Gamma().mean(t(0.5, -1.5))
 
@@ -102,7 +102,7 @@ def test_p1_the_exact_proximal_point_is_implicit_mirror_descent_and_all_three_ag
     ],
     ids=repr,
 )
-def test_s10_mirror_descent_of_families_is_that_of_their_entropies(
+def test_mirror_descent_of_families_is_that_of_their_entropies(
     family: ng.families.ExponentialFamily, entropy: Potential, eta: Tensor
 ) -> None:
     """ψ = −H in the chart ξ makes the step (21), ψ* = log Z in the chart η the step (20), α = 1/lr."""
@@ -120,7 +120,7 @@ def test_s10_mirror_descent_of_families_is_that_of_their_entropies(
 
 
 @every
-def test_s10_the_rate_of_mirror_descent_holds_for_the_likelihood_of_every_family(case: Case) -> None:
+def test_the_rate_of_mirror_descent_holds_for_the_likelihood_of_every_family(case: Case) -> None:
     """f = log Z − ⟨·, ξ'⟩ is 1-smooth relative to log Z: at lr = 1/2, f(η_T) − f* ≤ 2 KL(p_η_0 ‖ p*)/T, and faster."""
     family, x, goal = case.family, case.eta, gradient(case.log_partition, case.eta2)
 

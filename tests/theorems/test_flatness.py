@@ -1,4 +1,4 @@
-"""What the library promises of flatness (S8) and of the exact metric of functions (S9)."""
+"""What the library promises of flatness and of the exact metric of functions."""
 
 import math
 from typing import Any
@@ -37,13 +37,13 @@ def _agree(got: ng.functionspace.Volume, expected: float) -> None:
     assert got.relative_error < 0.025
 
 
-def test_s8_flatness_of_rosenbrock_is_pi_epsilon_and_the_euclidean_volume_is_another() -> None:
+def test_flatness_of_rosenbrock_is_pi_epsilon_and_the_euclidean_volume_is_another() -> None:
     found = _flatness(Rosenbrock(CASE), {"x": tensor([1.0, 1.0])})
     _agree(found.volume, CASE["expected"]["pullback"])
     _agree(found.euclidean, CASE["expected"]["euclidean"])
 
 
-def test_s8_twice_the_coordinates_leave_flatness_and_quadruple_the_euclidean_volume() -> None:
+def test_twice_the_coordinates_leave_flatness_and_quadruple_the_euclidean_volume() -> None:
     f = Rosenbrock(CASE)
     found = _flatness(lambda p, x: f({"x": p["x"] / 2}), {"x": tensor([2.0, 2.0])})
     _agree(found.volume, CASE["expected"]["pullback"])
@@ -51,7 +51,7 @@ def test_s8_twice_the_coordinates_leave_flatness_and_quadruple_the_euclidean_vol
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_s8_flatness_is_the_same_after_a_random_linear_reparametrisation(seed: int) -> None:
+def test_flatness_is_the_same_after_a_random_linear_reparametrisation(seed: int) -> None:
     """x = M y: the Euclidean volume is divided by |det M|, the pullback one is not."""
     f, M = Rosenbrock(CASE), normal(2, 2, seed=seed)
     found = _flatness(lambda p, x: f({"x": M @ p["x"]}), {"x": torch.linalg.solve(M, tensor([1.0, 1.0]))})
@@ -59,7 +59,7 @@ def test_s8_flatness_is_the_same_after_a_random_linear_reparametrisation(seed: i
     _agree(found.euclidean, CASE["expected"]["euclidean"] / abs(float(M.det())))
 
 
-def test_s8_flatness_is_the_same_after_a_nonlinear_reparametrisation() -> None:
+def test_flatness_is_the_same_after_a_nonlinear_reparametrisation() -> None:
     """x = (sinh y₁, y₂ + y₁²): √det G is no constant in y, and the basin another."""
     f = Rosenbrock(CASE)
 
@@ -73,7 +73,7 @@ def test_s8_flatness_is_the_same_after_a_nonlinear_reparametrisation() -> None:
     assert abs(found.euclidean.value / CASE["expected"]["euclidean"] - 1) > 0.15
 
 
-def test_s8_flatness_of_a_network_does_not_depend_on_its_coordinates_in_the_fisher_metric() -> None:
+def test_flatness_of_a_network_does_not_depend_on_its_coordinates_in_the_fisher_metric() -> None:
     """w tanh(vx) as a logit, in (v, w), in (log v, w/v), and scaled: one volume of functions, three of parameters."""
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
 
@@ -99,7 +99,7 @@ def test_s8_flatness_of_a_network_does_not_depend_on_its_coordinates_in_the_fish
     assert abs(others[1].euclidean.value / first.euclidean.value - 5) < 0.2
 
 
-# S8 of a network with seven parameters, v·tanh(wx + b) + c with two hidden units, at 40 inputs.
+# Flatness of a network with seven parameters, v·tanh(wx + b) + c with two hidden units, at 40 inputs.
 
 X = torch.linspace(-3, 3, 40, dtype=torch.float64)[:, None]
 SEVEN = {
@@ -121,7 +121,7 @@ def _seven_in_other_units(p: Params, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-4])
-def test_s8_flatness_of_a_network_of_seven_parameters_is_that_of_a_ball_in_any_coordinates(
+def test_flatness_of_a_network_of_seven_parameters_is_that_of_a_ball_in_any_coordinates(
     epsilon: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """½‖f − f0‖² < ε is a ball of functions, where ε is so small that they are about linear in the parameters."""
@@ -139,7 +139,7 @@ def test_s8_flatness_of_a_network_of_seven_parameters_is_that_of_a_ball_in_any_c
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_s8_flatness_of_a_network_with_units_that_hardly_matter_has_no_error_bar(
+def test_flatness_of_a_network_with_units_that_hardly_matter_has_no_error_bar(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As they are initialised: hidden units are nearly linear, and arms of the basin go on where one may vanish.
@@ -157,7 +157,7 @@ def test_s8_flatness_of_a_network_with_units_that_hardly_matter_has_no_error_bar
     assert "the basin has long arms that few lines meet. Lower epsilon=, raise samples=, or freeze" in message
 
 
-# S9, with the two-layer network f2(B f1(A x)) of appendix E, both activation functions tanh.
+# The metric of functions, with the two-layer network f2(B f1(A x)) of appendix E, both activation functions tanh.
 
 
 class TwoLayer(nn.Module):
@@ -186,7 +186,7 @@ def _closed_form(A: Tensor, B: Tensor, x: Tensor) -> Tensor:
     return torch.cat([by_A.flatten(2), by_B.flatten(2)], dim=2)
 
 
-def test_s9_derivatives_of_a_two_layer_network_are_the_corrected_ones_and_not_those_printed() -> None:
+def test_derivatives_of_a_two_layer_network_are_the_corrected_ones_and_not_those_printed() -> None:
     a, b, x = tensor([[0.7]]), tensor([[1.3]]), tensor([[0.9]])
     by_a, by_b = _closed_form(a, b, x)[0, 0]
     assert abs(float(by_a) - 0.495665) < 1e-6
@@ -202,7 +202,7 @@ def test_s9_derivatives_of_a_two_layer_network_are_the_corrected_ones_and_not_th
 
 
 @pytest.mark.parametrize("measure", [D.Uniform(tensor([-1.0, 0.0]), tensor([1.0, 2.0]))])
-def test_s9_the_pullback_metric_is_the_integral_of_the_closed_form(measure: D.Distribution) -> None:
+def test_the_pullback_metric_is_the_integral_of_the_closed_form(measure: D.Distribution) -> None:
     """Against a midpoint rule with a million points and no code of the library; A and B are coupled."""
     model = TwoLayer(2, 2, 1).double()
     rule = Quadrature.of(measure, order=32)
@@ -214,7 +214,7 @@ def test_s9_the_pullback_metric_is_the_integral_of_the_closed_form(measure: D.Di
     assert float(G[:4, 4:].abs().max()) > 1e-2  # no block structure, as appendix E says
 
 
-def test_s9_under_a_gaussian_measure_the_rule_agrees_with_a_trapezoid() -> None:
+def test_under_a_gaussian_measure_the_rule_agrees_with_a_trapezoid() -> None:
     """The trapezoid rule converges fast for analytic functions on the line; Gauss–Hermite slowly, as tanh has poles."""
     model = TwoLayer(1, 1, 1).double()
     x = torch.linspace(-9, 9, 2001, dtype=torch.float64)[:, None]
@@ -226,7 +226,7 @@ def test_s9_under_a_gaussian_measure_the_rule_agrees_with_a_trapezoid() -> None:
 
 
 @pytest.mark.parametrize(("half", "integral"), [(10.0, 1.43), (100.0, 13.4), (1000.0, 132.7)])
-def test_s9_under_lebesgue_measure_the_metric_grows_without_bound(half: float, integral: float) -> None:
+def test_under_lebesgue_measure_the_metric_grows_without_bound(half: float, integral: float) -> None:
     """∫_{−L}^{L} (∂φ/∂b)² dx at a = 0.7, b = 1.3: hence a probability measure."""
     params = {"a": tensor(0.7), "b": tensor(1.3)}
     rule = Quadrature.of(D.Uniform(tensor(-half), tensor(half)), order=1024)

@@ -1,4 +1,4 @@
-"""What the library promises about the geometry of function space (S7), one theorem each."""
+"""What the library promises about the geometry of function space, one theorem each."""
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ def _small() -> tuple[nn.Sequential, Tensor, Tensor]:
     return nn.Sequential(nn.Linear(2, 1), nn.Tanh(), nn.Linear(1, 2)).double(), normal(9, 2), normal(4, 2, seed=1)
 
 
-def test_s7_the_ntk_is_the_dual_of_the_pushforward_metric_in_which_the_parameters_are_orthonormal() -> None:
+def test_the_ntk_is_the_dual_of_the_pushforward_metric_in_which_the_parameters_are_orthonormal() -> None:
     """Θ = J Jᵀ, whole, by layers and as a product; XᵀΘ⁺Y is (φ_*g)(X, Y) (Bai et al. (2022), lemma 6)."""
     model, x, y = _small()
     J, L = (oracle.module_jacobian(model, at) for at in (x, y))
@@ -42,7 +42,7 @@ def test_s7_the_ntk_is_the_dual_of_the_pushforward_metric_in_which_the_parameter
     close(metric.inner(J @ v, J @ w), v @ w, 1e-9)
 
 
-def test_s7_the_kernel_of_the_tangent_space_reproduces_under_any_metric_and_does_not_see_the_parametrisation() -> None:
+def test_the_kernel_of_the_tangent_space_reproduces_under_any_metric_and_does_not_see_the_parametrisation() -> None:
     model, x, y = _small()
     other = reparametrise(model, seed=3)
     for metric in (ng.Euclidean(), ng.Sobolev(jitter=0.0)):
@@ -58,7 +58,7 @@ def test_s7_the_kernel_of_the_tangent_space_reproduces_under_any_metric_and_does
     assert (ntk(other, y) - ntk(model, y)).norm() > 0.1 * ntk(model, y).norm()
 
 
-def test_s7_the_map_s_is_a_projection_where_the_ntk_is_the_kernel_of_the_tangent_space_and_only_there() -> None:
+def test_the_map_s_is_a_projection_where_the_ntk_is_the_kernel_of_the_tangent_space_and_only_there() -> None:
     model, x, _ = _small()
     v = normal(9, 2, seed=4)
     frame = TangentFrame.within(model, x, KERNEL)

@@ -1,4 +1,4 @@
-"""What the library promises of K-FAC (K1 to K5), one theorem each; K6 stands with the other promises."""
+"""What the library promises of K-FAC, one theorem each; its invariance is in test_metrics_and_steps.py."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def dense(found: list[kronecker_oracle.Layer], size: int) -> Tensor:
     return kronecker_oracle.kfac(found, "expand", torch.zeros(size, size, dtype=torch.float64))
 
 
-def test_k1_kfac_of_fully_connected_layers_has_the_golden_factors() -> None:
+def test_kfac_of_fully_connected_layers_has_the_golden_factors() -> None:
     model, x, _ = golden_mlp()
     G = ng.Kronecker(strict=True).estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical(axis=-1))))
     case = golden("mlp.kfac.factors")
@@ -43,7 +43,7 @@ def test_k1_kfac_of_fully_connected_layers_has_the_golden_factors() -> None:
         agrees(case, got[0], key)
 
 
-def test_k1_kfac_trains_with_averaged_factors_a_cached_inverse_damping_and_momentum() -> None:
+def test_kfac_trains_with_averaged_factors_a_cached_inverse_damping_and_momentum() -> None:
     """S and A every second step, averaged; inverses every fourth; m ← μm + (S + √λ/π)⁻¹∇(A + π√λ)⁻¹."""
     of, (lr, λ, μ, β) = task("coins"), (0.2, 0.05, 0.9, 0.8)
     options: dict[str, Any] = {"metric_every": 2, "inverse_every": 4, "decay": β, "step": ng.KLClip(1e9)}
@@ -91,7 +91,7 @@ def _inverse(factors: list[tuple[Tensor, Tensor]], indices: list[Tensor], λ: fl
     [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"groups": 2}, {"stride": 2, "padding": 1, "groups": 2}],
     ids=str,
 )
-def test_k2_kfac_of_convolutions_is_that_of_their_patches_with_the_number_of_positions(options: dict[str, Any]) -> None:
+def test_kfac_of_convolutions_is_that_of_their_patches_with_the_number_of_positions(options: dict[str, Any]) -> None:
     conv = seeded(lambda: nn.Conv2d(2, 4, 2, **options).double())
     x = normal(5, 2, 5, 5)
     T = conv(x).shape[2:].numel()
@@ -119,7 +119,7 @@ class Last(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_k3_kfac_of_recurrent_networks_averages_inputs_and_sums_cotangents_over_time(
+def test_kfac_of_recurrent_networks_averages_inputs_and_sums_cotangents_over_time(
     kind: Callable[..., nn.RNNBase],
 ) -> None:
     problem = Problem(seeded(lambda: Last(kind).double()), normal(4, 5, 2))
@@ -159,7 +159,7 @@ METRICS: dict[str, tuple[ng.OutputMetric, Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_k4_kfac_of_any_metric_on_the_outputs_exactly_or_by_covectors_whose_covariance_is_the_metric(name: str) -> None:
+def test_kfac_of_any_metric_on_the_outputs_exactly_or_by_covectors_whose_covariance_is_the_metric(name: str) -> None:
     metric, h = METRICS[name]
     model, x = seeded(lambda: mlp(3, 4, 3).double()), normal(6, 3)
     pb = ng.pullback(model, x, metric, generator=torch.Generator().manual_seed(0))
@@ -172,7 +172,7 @@ def test_k4_kfac_of_any_metric_on_the_outputs_exactly_or_by_covectors_whose_cova
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_k5_undamped_kfac_is_invariant_to_affine_bases_of_the_activations_and_damping_breaks_it(kind: str) -> None:
+def test_undamped_kfac_is_invariant_to_affine_bases_of_the_activations_and_damping_breaks_it(kind: str) -> None:
     of = TASKS[kind]
 
     def largest(damping: float) -> ng.invariance.Certificate:
@@ -185,7 +185,7 @@ def test_k5_undamped_kfac_is_invariant_to_affine_bases_of_the_activations_and_da
     assert not damped.invariant
 
 
-def test_k5_gradient_descent_is_not_invariant() -> None:
+def test_gradient_descent_is_not_invariant() -> None:
     of = TASKS["mlp"]
     make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
     assert not ng.invariance.certify(make, of.model(), of.batch(), steps=3, loss=F.mse_loss).invariant

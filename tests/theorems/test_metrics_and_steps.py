@@ -40,7 +40,7 @@ def _relative(got: Tensor, expected: Tensor) -> float:
         (lambda y: torch.distributions.Poisson(y.exp()), oracle.poisson),
     ],
 )
-def test_m1_the_fisher_metric_of_a_family_is_exact_or_the_mean_over_targets_drawn_from_the_model(
+def test_the_fisher_metric_of_a_family_is_exact_or_the_mean_over_targets_drawn_from_the_model(
     family: ng.families.Family, h: object
 ) -> None:
     of = task()
@@ -51,7 +51,7 @@ def test_m1_the_fisher_metric_of_a_family_is_exact_or_the_mean_over_targets_draw
     assert _relative(_dense(of.model, of.x, ng.Fisher(family, samples=samples)), expected) < 5 / math.sqrt(samples)
 
 
-def test_m2_gauss_newton_is_the_euclidean_pullback_and_its_generalisation_that_of_a_convex_loss() -> None:
+def test_gauss_newton_is_the_euclidean_pullback_and_its_generalisation_that_of_a_convex_loss() -> None:
     model, x, target = golden_mlp()
     agrees(golden("mlp.gauss_newton"), _dense(model, x, ng.Euclidean()), "GN")
     J = oracle.module_jacobian(model, x)
@@ -63,7 +63,7 @@ def test_m2_gauss_newton_is_the_euclidean_pullback_and_its_generalisation_that_o
     agrees(golden("mlp.fisher"), bregman, "F")  # log Z is a Bregman potential of the Fisher metric
 
 
-def test_m3_any_dissimilarity_is_pulled_back_by_its_hessian() -> None:
+def test_any_dissimilarity_is_pulled_back_by_its_hessian() -> None:
     def rho(y: Tensor, y0: Tensor) -> Tensor:
         return ((y0.exp() - y.exp()).square() * (2 + y0.sin()) / 3 + (y - y0) ** 4).sum()
 
@@ -72,7 +72,7 @@ def test_m3_any_dissimilarity_is_pulled_back_by_its_hessian() -> None:
     close(_dense(of.model, of.x, ng.Divergence(rho)), oracle.dense(oracle.module_jacobian(of.model, of.x), h))
 
 
-def test_m4_the_empirical_fisher_is_the_gradient_covariance_and_the_mean_and_not_the_fisher() -> None:
+def test_the_empirical_fisher_is_the_gradient_covariance_and_the_mean_and_not_the_fisher() -> None:
     model, x, target = golden_mlp()
     rows = tensor(golden("mlp.forward")["expected"]["per_example_grad"])
     mean = rows.mean(0)
@@ -84,7 +84,7 @@ def test_m4_the_empirical_fisher_is_the_gradient_covariance_and_the_mean_and_not
     assert _relative(empirical, tensor(golden("mlp.fisher")["expected"]["F"])) > 0.1
 
 
-def test_m5_one_pseudo_gradient_a_sample_has_mean_zero_and_covariance_G_and_averages_are_unbiased() -> None:
+def test_one_pseudo_gradient_a_sample_has_mean_zero_and_covariance_G_and_averages_are_unbiased() -> None:
     model, x, _ = golden_mlp()
     G = tensor(golden("mlp.fisher")["expected"]["F"])
     assert ng.pullback(model, x, ng.Sampled(FISHER)).columns == 1
@@ -101,7 +101,7 @@ def test_m5_one_pseudo_gradient_a_sample_has_mean_zero_and_covariance_G_and_aver
     agrees(case, torch.stack([average.diagonal() for average in averages]), "corrected")
 
 
-def test_m6_matrix_free_products_are_JᵀhJv_and_conjugate_gradients_solve_with_them() -> None:
+def test_matrix_free_products_are_JᵀhJv_and_conjugate_gradients_solve_with_them() -> None:
     model, x, target = golden_mlp()
     pb = ng.pullback(model, x, FISHER)
     G, F_dense = ng.Implicit().estimate(pb), tensor(golden("mlp.fisher")["expected"]["F"])
@@ -114,7 +114,7 @@ def test_m6_matrix_free_products_are_JᵀhJv_and_conjugate_gradients_solve_with_
     agrees(case, ng.sharp(G, ω, ng.CG(tol=1e-14), case["inputs"]["damping"]).flatten(), "natgrad")
 
 
-def test_m7_vectors_and_covectors_differ_in_type_and_a_metric_is_the_only_way_between_them() -> None:
+def test_vectors_and_covectors_differ_in_type_and_a_metric_is_the_only_way_between_them() -> None:
     of = task()
     J, G = oracle.module_jacobian(of.model, of.x), of.metric()
     metric = ng.Dense().estimate(ng.pullback(of.model, of.x, ng.Euclidean()))
@@ -131,7 +131,7 @@ def test_m7_vectors_and_covectors_differ_in_type_and_a_metric_is_the_only_way_be
         dict(of.model.named_parameters()) + ω
 
 
-def test_m8_a_degenerate_metric_is_reported_with_rank_and_null_directions_and_not_inverted() -> None:
+def test_a_degenerate_metric_is_reported_with_rank_and_null_directions_and_not_inverted() -> None:
     model, x, target = golden_mlp()
     pb = ng.pullback(model, x, FISHER)
     rank, G = golden("mlp.fisher.diag")["expected"]["rank"], tensor(golden("mlp.fisher")["expected"]["F"])
@@ -145,7 +145,7 @@ def test_m8_a_degenerate_metric_is_reported_with_rank_and_null_directions_and_no
 
 
 @pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel()], ids=repr)
-def test_o1_the_natural_gradient_is_the_solution_of_least_norm_for_a_given_norm(structure: Structure) -> None:
+def test_the_natural_gradient_is_the_solution_of_least_norm_for_a_given_norm(structure: Structure) -> None:
     model, x, target = golden_mlp()
     G = tensor(golden("mlp.fisher")["expected"]["F"])
     ω = ng.differential(model, F.cross_entropy(model(x), target))
@@ -162,7 +162,7 @@ def test_o1_the_natural_gradient_is_the_solution_of_least_norm_for_a_given_norm(
 
 
 @pytest.mark.parametrize("constant_rank", [True, False])
-def test_o2_the_pushforward_is_the_projection_of_the_gradient_onto_the_span_of_the_coordinate_vectors(
+def test_the_pushforward_is_the_projection_of_the_gradient_onto_the_span_of_the_coordinate_vectors(
     constant_rank: bool,
 ) -> None:
     of = task(n=20)
@@ -177,7 +177,7 @@ def test_o2_the_pushforward_is_the_projection_of_the_gradient_onto_the_span_of_t
     assert _relative(projected, u.reshape(-1, 1)) > 0.1
 
 
-def test_o3_reparametrisation_changes_the_step_of_the_parameters_and_not_that_of_the_model() -> None:
+def test_reparametrisation_changes_the_step_of_the_parameters_and_not_that_of_the_model() -> None:
     of, u = task(n=5), normal(5, 2)  # 10 outputs, 17 parameters
 
     def f(θ: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ def test_o3_reparametrisation_changes_the_step_of_the_parameters_and_not_that_of
     assert gap.parameter_gap > 1e-2
 
 
-def test_o4_constraints_keep_the_step_in_the_domain_and_woodbury_solves_large_models() -> None:
+def test_constraints_keep_the_step_in_the_domain_and_woodbury_solves_large_models() -> None:
     λ = 0.1
     of = task(n=5)
     θ, ω, G = of.theta(), of.gradient(), of.metric()
@@ -207,7 +207,7 @@ def test_o4_constraints_keep_the_step_in_the_domain_and_woodbury_solves_large_mo
         close(of.theta(), expected)
 
 
-def test_p1_the_proximal_point_its_linearised_and_its_quadratic_form_on_one_problem() -> None:
+def test_the_proximal_point_its_linearised_and_its_quadratic_form_on_one_problem() -> None:
     case = golden("prox.quadratic")
     H, b, w = (tensor(case["inputs"][key]) for key in ("H", "b", "w"))
     λ = case["inputs"]["lam"]
@@ -223,7 +223,7 @@ def test_p1_the_proximal_point_its_linearised_and_its_quadratic_form_on_one_prob
     close(ng.proximal.linearised(objective, rho, {"w": w}, λ)["w"], w - tensor(case["expected"]["grad"]) / λ)
 
 
-def test_p2_a_trust_region_step_fills_the_metric_ball_and_back_tracking_holds_the_true_divergence() -> None:
+def test_a_trust_region_step_fills_the_metric_ball_and_back_tracking_holds_the_true_divergence() -> None:
     of, radius = task("coins"), 0.5
     θ, ω, G = of.theta(), of.gradient(), of.metric()
     of.step(of.optimizer(step=ng.TrustRegion(radius), damping=0.0))
@@ -243,7 +243,7 @@ def test_p2_a_trust_region_step_fills_the_metric_ball_and_back_tracking_holds_th
     assert divergences[1] <= radius < divergences[0]
 
 
-def test_p3_damping_goes_from_the_natural_gradient_to_the_gradient_and_adapts_and_newton_stands_beside() -> None:
+def test_damping_goes_from_the_natural_gradient_to_the_gradient_and_adapts_and_newton_stands_beside() -> None:
     of = task()
     ω, G = of.gradient(), of.metric()
     for λ, limit in ((1e-12, torch.linalg.solve(G, ω)), (1e9, ω / 1e9)):
@@ -271,7 +271,7 @@ def test_p3_damping_goes_from_the_natural_gradient_to_the_gradient_and_adapts_an
         assert opt.last.damping == pytest.approx(times * 1e-9)
 
 
-def test_p4_the_exponential_map_is_the_geodesic_and_the_corrected_step_its_second_order() -> None:
+def test_the_exponential_map_is_the_geodesic_and_the_corrected_step_its_second_order() -> None:
     curve = CURVES["polar"]
     model = curve.model()
     θ, v = oracle.flatten(model.parameters()), tensor(curve.v)
@@ -286,7 +286,7 @@ def test_p4_the_exponential_map_is_the_geodesic_and_the_corrected_step_its_secon
     close(oracle.flatten(model.parameters()) - θ, tensor([dr + 0.5 * r * da**2, da - dr * da / r]), 1e-10)
 
 
-def test_k6_natural_gradient_steps_are_those_of_any_linear_map_of_the_parameters() -> None:
+def test_natural_gradient_steps_are_those_of_any_linear_map_of_the_parameters() -> None:
     of = task()
     like, θ = oracle.parameters(of.model), of.theta()
     A = normal(17, 17) / 4 + torch.eye(17, dtype=torch.float64)

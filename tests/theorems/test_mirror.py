@@ -1,4 +1,4 @@
-"""What the library promises of descents in a geometry (S10), one theorem each; the details stand in tests/mirror."""
+"""What the library promises of descents in a geometry, one theorem each; the details stand in tests/mirror."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def smooth(x: Tensor) -> Tensor:
     return (2 * x).exp().add(1).log().sub(x).sum() + x.square().sum() / 2
 
 
-def test_s10_grad_and_prog_of_riemannian_primal_descent_are_the_golden_ones() -> None:
+def test_grad_and_prog_of_riemannian_primal_descent_are_the_golden_ones() -> None:
     case = golden("sobolev.lemma13")
     ω = tensor(case["inputs"]["grad_E"])
     descent = PrimalDescent(MatrixMetric(lambda _: tensor(case["inputs"]["g"])), case["inputs"]["CL"])
@@ -32,7 +32,7 @@ def test_s10_grad_and_prog_of_riemannian_primal_descent_are_the_golden_ones() ->
     agrees(case, descent.prog(lambda x: ω @ x, torch.zeros_like(ω)), "prog")
 
 
-def test_s10_every_step_of_primal_descent_falls_by_prog_and_the_sum_meets_2lcr2_over_t() -> None:
+def test_every_step_of_primal_descent_falls_by_prog_and_the_sum_meets_2lcr2_over_t() -> None:
     trace = PrimalDescent(MatrixMetric(metric), lipschitz=2.0, C=1.0).run(smooth, X, steps=50)
     x = X
     for k in range(50):
@@ -46,12 +46,12 @@ def test_s10_every_step_of_primal_descent_falls_by_prog_and_the_sum_meets_2lcr2_
     close(trace.bound(0 * X), tensor(4 * R**2 / 50))
 
 
-def test_s10_a_broken_guarantee_is_noticed_while_it_runs() -> None:
+def test_a_broken_guarantee_is_noticed_while_it_runs() -> None:
     with pytest.raises(GuaranteeError, match=r"step \d+: f fell by .* and Prog promised"):
         PrimalDescent(MatrixMetric(metric), lipschitz=0.2).run(smooth, X, steps=50)
 
 
-def test_s10_mirror_descent_with_the_norm_of_a_metric_is_its_natural_gradient() -> None:
+def test_mirror_descent_with_the_norm_of_a_metric_is_its_natural_gradient() -> None:
     """Bai et al. (2022), proposition 17, at the step 1/α."""
     α = 3.0
     expected = X - torch.linalg.solve(metric(X), gradient(objective, X)) / α
@@ -60,7 +60,7 @@ def test_s10_mirror_descent_with_the_norm_of_a_metric_is_its_natural_gradient() 
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_s10_mirror_descent_and_natural_gradient_agree_in_both_directions(case: Case) -> None:
+def test_mirror_descent_and_natural_gradient_agree_in_both_directions(case: Case) -> None:
     """Bai et al. (2022), eq. 52: each is the other, seen from the dual chart."""
     ψ, α = case.potential, 9.0
     z, F = ψ.gradient(case.x), ng.mirror.in_dual_chart(objective, ψ)
@@ -70,7 +70,7 @@ def test_s10_mirror_descent_and_natural_gradient_agree_in_both_directions(case: 
     close(ψ.inverse_gradient(BregmanDescent(Conjugate(ψ), α).grad(F, z)), natural)
 
 
-def test_s10_the_rates_hold_convex_as_1_over_t_and_strongly_convex_linearly() -> None:
+def test_the_rates_hold_convex_as_1_over_t_and_strongly_convex_linearly() -> None:
     """``smooth`` is 1-convex and 2-smooth in the Euclidean norm, where mirror and primal descent are one."""
     mirror = BregmanDescent(ng.mirror.SquaredNorm(), 2.0).run(smooth, X, steps=30)
     primal = PrimalDescent(HessianMetric(ng.mirror.SquaredNorm()), 2.0).run(smooth, X, steps=30)

@@ -1,4 +1,4 @@
-"""What the library promises of Sobolev metrics (S1 to S5), one theorem each; S7 to S10 are the geometry."""
+"""What the library promises of Sobolev metrics, one theorem each."""
 
 import math
 from collections.abc import Callable
@@ -38,11 +38,11 @@ def squares(t: Tensor, share: float = 1.0) -> Callable[[Tensor], Tensor]:
     return lambda y: share * (y - t).square().sum() / 2
 
 
-# S1: lemmas 8 and 9 of Bai et al. (2022)
+# The kernel: lemmas 8 and 9 of Bai et al. (2022)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_s1_the_kernel_of_h_s_is_a_matern_kernel_in_every_dimension_and_for_every_real_order(name: str) -> None:
+def test_the_kernel_of_h_s_is_a_matern_kernel_in_every_dimension_and_for_every_real_order(name: str) -> None:
     case = golden(name)
     n, s, r = (case["inputs"][key] for key in ("n", "s", "r"))
     x = torch.zeros(2, n, dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_s1_the_kernel_of_h_s_is_a_matern_kernel_in_every_dimension_and_for_ever
 
 
 @pytest.mark.parametrize("name", names("sobolev.C_n."))
-def test_s1_the_constant_is_not_the_one_that_is_printed(name: str) -> None:
+def test_the_constant_is_not_the_one_that_is_printed(name: str) -> None:
     """(36)–(39) of Bai et al. (2022) are wrong in every dimension."""
     case = golden(name)
     C = math.exp(SobolevKernel(1.5).log_constant(case["inputs"]["n"]))
@@ -60,7 +60,7 @@ def test_s1_the_constant_is_not_the_one_that_is_printed(name: str) -> None:
     assert abs(case["printed_wrong"]["C_n"] / C - 1) > 0.2
 
 
-def test_s1_the_kernel_does_not_underflow_and_is_differentiable() -> None:
+def test_the_kernel_does_not_underflow_and_is_differentiable() -> None:
     assert float(SobolevKernel(1.5)(torch.zeros(1, 3072), torch.ones(1, 3072))) > 0
     assert SobolevKernel(1.5).log_constant(3072) / math.log(10) == pytest.approx(-5919.25, abs=0.01)
     x = normal(4, 3).requires_grad_()
@@ -68,10 +68,10 @@ def test_s1_the_kernel_does_not_underflow_and_is_differentiable() -> None:
     assert torch.autograd.gradgradcheck(SobolevKernel(1.7), (x,))
 
 
-# S2: lemma 4, (11)–(13)
+# Gradients in the space: lemma 4, (11)–(13)
 
 
-def test_s2_the_gradient_of_an_empirical_loss_represents_its_differential() -> None:
+def test_the_gradient_of_an_empirical_loss_represents_its_differential() -> None:
     """d/dε L(f + εh) = ⟨∇ℓ, h⟩, and for ½‖y − t‖² it is K e at the points."""
     kernel, (_, x, t) = SobolevKernel(1.5), wide()
     f = KernelSum(kernel, normal(3, 2, seed=2), normal(3, 2, seed=3))
@@ -81,7 +81,7 @@ def test_s2_the_gradient_of_an_empirical_loss_represents_its_differential() -> N
     close(gradient(x), gram(x) @ (f(x) - t))
 
 
-def test_s2_descent_in_the_space_one_point_after_the_other_is_13() -> None:
+def test_descent_in_the_space_one_point_after_the_other_is_13() -> None:
     case = golden("sobolev.kernel_gd")
     given = case["inputs"]
     descent = FunctionalGradientDescent(
@@ -92,10 +92,10 @@ def test_s2_descent_in_the_space_one_point_after_the_other_is_13() -> None:
     agrees(case, descent.predict(tensor([[given["x_test"]]]))[0], "f_test")
 
 
-# S3: lemma 3, proposition 5, (20)
+# Natural gradients: lemma 3, proposition 5, (20)
 
 
-def test_s3_the_natural_gradient_is_the_projection_of_the_gradient_in_the_space() -> None:
+def test_the_natural_gradient_is_the_projection_of_the_gradient_in_the_space() -> None:
     """dφ(∇F̃) = P(∇F), which is closest to ∇F of all that the model can do."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
@@ -108,7 +108,7 @@ def test_s3_the_natural_gradient_is_the_projection_of_the_gradient_in_the_space(
     close(torch.einsum("ndp,nd->p", J, left), torch.zeros(J.shape[2], dtype=J.dtype), 1e-9)
 
 
-def test_s3_over_parametrised_one_sobolev_step_moves_the_outputs_by_minus_k_e_and_gauss_newton_by_minus_e() -> None:
+def test_over_parametrised_one_sobolev_step_moves_the_outputs_by_minus_k_e_and_gauss_newton_by_minus_e() -> None:
     model, x, t = wide()
     e = (model(x) - t).detach()
     pinv: dict[str, Any] = {"structure": ng.Kernel(), "solver": ng.Pinv(rtol=1e-10)}
@@ -117,10 +117,10 @@ def test_s3_over_parametrised_one_sobolev_step_moves_the_outputs_by_minus_k_e_an
         close(ng.pushforward(model, x, -v), moved, 1e-8)
 
 
-# S4: (22)
+# The metric: (22)
 
 
-def test_s4_the_sobolev_metric_is_j_times_the_inverse_kernel_times_j_and_not_the_printed_expectation() -> None:
+def test_the_sobolev_metric_is_j_times_the_inverse_kernel_times_j_and_not_the_printed_expectation() -> None:
     """A sum over outputs and pairs of examples; E_K read literally is another, indefinite matrix."""
     model, x, _ = golden_mlp()
     G = len(x) * ng.Dense().estimate(ng.pullback(model, x, ng.Sobolev(jitter=0.0))).dense()
@@ -136,22 +136,20 @@ def test_s4_the_sobolev_metric_is_j_times_the_inverse_kernel_times_j_and_not_the
 
 @pytest.mark.parametrize("base", [ng.Euclidean(), ng.Fisher(ng.Categorical())], ids=repr)
 @pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel(), ng.Implicit(), ng.Kronecker()], ids=repr)
-def test_s4_where_k_is_one_it_is_gauss_newton_or_exactly_the_fisher(
-    structure: Structure, base: ng.OutputMetric
-) -> None:
+def test_where_k_is_one_it_is_gauss_newton_or_exactly_the_fisher(structure: Structure, base: ng.OutputMetric) -> None:
     model, x, _ = golden_mlp()
     apart = ng.pullback(model, x, ng.Sobolev(base, lengthscale=1e-3))
     close(structure.estimate(apart).dense(), structure.estimate(ng.pullback(model, x, base)).dense(), 1e-12)
 
 
-def test_s4_with_a_fisher_base_it_is_the_norm_of_twice_the_root_of_the_probabilities() -> None:
+def test_with_a_fisher_base_it_is_the_norm_of_twice_the_root_of_the_probabilities() -> None:
     model, x, _ = golden_mlp()
     pb = ng.pullback(model, x, ng.Sobolev(ng.Fisher(ng.Categorical()), jitter=0.0))
     agrees(golden("sobolev.mlp.fisher_hellinger.ell1"), len(x) * ng.Dense().estimate(pb).dense(), "g")
 
 
 @pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel()], ids=repr)
-def test_s4_duplicates_are_harmless_as_it_is_solved_without_the_inverse_of_k(structure: Structure) -> None:
+def test_duplicates_are_harmless_as_it_is_solved_without_the_inverse_of_k(structure: Structure) -> None:
     """Jᵀ(λNK + JJᵀ)⁻¹N K e with a K of rank 5 of 8, and no jitter."""
     model, x, t = wide()
     x, t = x[[0, 1, 2, 3, 4, 0, 0, 3]], normal(8, 2, seed=1)
@@ -163,10 +161,10 @@ def test_s4_duplicates_are_harmless_as_it_is_solved_without_the_inverse_of_k(str
     close(v.flatten(), R.T @ (least @ (8 * K @ e)), 1e-10)
 
 
-# S5: (24)–(25)
+# Sobolev K-FAC: (24)–(25)
 
 
-def test_s5_sobolev_kfac_of_fully_connected_layers_has_the_scale_that_25_misses() -> None:
+def test_sobolev_kfac_of_fully_connected_layers_has_the_scale_that_25_misses() -> None:
     """The printed product is off by more than the block itself; matched by traces it is not."""
     case = golden("sobolev.mlp.kfac.ell1")["expected"]
     model, x, _ = golden_mlp()
@@ -181,7 +179,7 @@ def test_s5_sobolev_kfac_of_fully_connected_layers_has_the_scale_that_25_misses(
 
 
 @pytest.mark.parametrize("kind", ["convolution", "unfolded"])
-def test_s5_sobolev_kfac_of_a_convolution_couples_images_at_one_location(kind: str) -> None:
+def test_sobolev_kfac_of_a_convolution_couples_images_at_one_location(kind: str) -> None:
     case = golden("conv.valid.sobolev")
     given, expected = case["inputs"], case["expected"]
     model, x = Readout(kind).double(), tensor(given["X"])
@@ -199,7 +197,7 @@ def test_s5_sobolev_kfac_of_a_convolution_couples_images_at_one_location(kind: s
     agrees(case, exact, "g_exact")
 
 
-def test_s5_sobolev_kfac_is_a_drop_in_optimizer_and_kfac_where_k_is_one() -> None:
+def test_sobolev_kfac_is_a_drop_in_optimizer_and_kfac_where_k_is_one() -> None:
     steps, presets = [], (partial(ng.SobolevKFAC, lengthscale=1e-3), ng.KFAC)
     for make in presets:
         model, x, t = wide(16)
@@ -212,7 +210,7 @@ def test_s5_sobolev_kfac_is_a_drop_in_optimizer_and_kfac_where_k_is_one() -> Non
     close(steps[0], steps[1], 1e-9)
 
 
-def test_s5_samples_that_examples_do_not_share_would_leave_the_diagonal_of_the_inverse_kernel() -> None:
+def test_samples_that_examples_do_not_share_would_leave_the_diagonal_of_the_inverse_kernel() -> None:
     """One random output vector for the whole batch has the exact S in expectation."""
     case = golden("sobolev.sampling")
     x, D = tensor(case["inputs"]["X"]), tensor(case["inputs"]["D_dlogit_ds"])
