@@ -233,9 +233,8 @@ def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
     # The cost of a step does not depend on the learning rate: nothing need be tuned.
     arms = [ARMS[name].candidates[-1] for name in args.arms]
     for what in (BENCHMARKS[name] for name in args.datasets):
-        found = measured(
-            arms, replace(setup, pace=Pace(capture=setup.pace.capture)), place.images(what, setup), args.rounds
-        )
+        alone = replace(setup, pace=replace(setup.pace, workers=1))
+        found = measured(arms, alone, place.images(what, setup), args.rounds)
         path = args.results / "timing.json"
         Timing.load(path).with_measurement(found).save(path)
         print(lines(found))
@@ -264,6 +263,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--enough", type=float, default=0.0, help="with --queue: no run is begun with fewer seconds left")
     add("--commit", default="", help="that the code is of, where this is no git repository")
     add("--capture", action="store_true", help="passes as CUDA graphs, where no optimizer looks at them")
+    add("--fuse", action="store_true", help="with --capture: their kernels by torch.compile")
     add("--save-every", type=int, default=1, help="epochs between two states")
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
     add("--tune-epochs", type=int, default=4, help="of all candidates")
@@ -288,6 +288,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
             raise SystemExit(f"--{name.replace('_', '-')} is {value}, the number of {of}: give 1 or more")
     if args.capture and args.device == "cpu":
         raise SystemExit("--capture makes CUDA graphs, and --device is cpu: leave one of them out")
+    if args.fuse and not args.capture:
+        raise SystemExit("--fuse compiles the passes that are captured, and none is: give it with --capture")
     if args.anew and not args.tune:
         raise SystemExit("--anew puts choices of SGD and AdamW aside to make them again: give it with --tune")
     return args
@@ -300,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     layout = LAYOUTS[args.layout]
     # A state of K-FAC is more than a gigabyte: the queue writes it only where it stops.
     every, capture = args.epochs if args.queue else args.save_every, cuda_graph if args.capture else None
-    part, pace = Part(args.limit), Pace(args.workers, every, capture)
+    part, pace = Part(args.limit), Pace(args.workers, every, capture, args.fuse)
     trains = not (args.report or args.pack)
     made_with = (args.commit or commit()) if trains else ""
     setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace, made_with)

@@ -17,12 +17,11 @@ from benchmarks.harness import machine
 from experiments.files import replaced
 from experiments.images import Feed, Images, Part, Scale
 from experiments.sobolev_cifar.arms import Config, Schedule
-from experiments.sobolev_cifar.captured import Capture, CapturedPass, own_stream
+from experiments.sobolev_cifar.captured import Capture, CapturedPass, own_stream, twin
 from experiments.sobolev_cifar.record import Name, Point, Record
 from natgrad.errors import NonFiniteError
 
 _TEST_BATCH = 1000
-_WARM_UP = 5  # steps of an epoch that are not captured: convolutions choose their algorithms
 _PLAN = (1, 1, 0, 2, 2, 0, 4, 4, 4, 0, 8, 8, 8, 0, 8, 8, 8, 0)  # channels in units of the width; 0: a pooling layer
 
 
@@ -77,11 +76,12 @@ class Job:
 @final
 @dataclass(frozen=True)
 class Pace:
-    """What does not affect results: how many runs share the device, epochs between checkpoints, and CUDA graphs."""
+    """What changes results by rounding at most: runs that share the device, epochs between checkpoints, kernels."""
 
     workers: int = 1
     save_every: int = 1
     capture: Capture | None = None  # of passes that no optimizer looks at
+    fuse: bool = False  # their kernels, by torch.compile
 
 
 @final
@@ -122,8 +122,9 @@ class Setup:
     def describe(self) -> dict[str, Any]:
         """The machine and its switches."""
         precision = {"matmul": torch.get_float32_matmul_precision(), "cudnn_tf32": torch.backends.cudnn.allow_tf32}
+        kernels = {"captured": self.pace.capture is not None, "fused": self.pace.fuse}
         cudnn = {"cudnn_benchmark": torch.backends.cudnn.benchmark}
-        return machine(torch.device(self.device)) | precision | cudnn | {"captured": self.pace.capture is not None}
+        return machine(torch.device(self.device)) | precision | cudnn | kernels
 
 
 @final
@@ -138,14 +139,15 @@ class Training:
         model = vgg16(images.classes, setup.width).to(device)
         # Only the images are channels-last: with contiguous weights no optimizer has to copy gradients.
         self.model = model
+        capture, fuse = setup.pace.capture, setup.pace.fuse
+        self.captured = CapturedPass(twin(model), capture, fuse=fuse) if capture else None
         self.optimizer = job.arm.optimizer(self.model, job.seed)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         scale = Scale.of(images.train).divided_by(job.arm.divisor)
         generator = torch.Generator(device=device).manual_seed(job.seed)
         self.feed = Feed.of(images.train, scale, setup.batch, generator)
         self.test, self.scale = images.test, scale
-        self.captured = CapturedPass(model, setup.pace.capture) if setup.pace.capture else None
-        self.stream = own_stream(setup.pace.capture)
+        self.stream = own_stream(capture)
         self.history: list[Point] = []
         self.diverged = False
         self.commits: list[str] = []
@@ -184,7 +186,7 @@ class Training:
 
     def _pass(self, x: Tensor, t: Tensor, step: int) -> Tensor:
         """The loss of a batch; every parameter has its gradient."""
-        if self.captured is not None and step % self.feed.steps >= _WARM_UP and not self.job.arm.looks(step):
+        if self.captured is not None and not self.job.arm.looks(step):
             return self.captured(x, t)
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(x), t)

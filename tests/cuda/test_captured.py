@@ -26,14 +26,15 @@ from tests.experiments.tiny import SETUP
     ],
     ids=lambda arm: arm.name,
 )
-def test_captured_passes_train_as_others_do(arm: arms.Config) -> None:
+@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
+def test_captured_passes_train_as_others_do(arm: arms.Config, fuse: bool) -> None:
     """The parameters go the same way, where other batches lead elsewhere.
 
     Not to the same place: convolutions add in another order from run to run, and training enlarges that.
     """
     pictures, setup = images(CIFAR10, 128), replace(SETUP, batch=8, width=8, device="cuda")
     ways = []
-    for pace in (Pace(), Pace(capture=cuda_graph)):
+    for pace in (Pace(), Pace(capture=cuda_graph, fuse=fuse)):
         training = Training(Job("cifar10", FIFTHS, arm, seed=0), replace(setup, pace=pace), pictures)
         start = nn.utils.parameters_to_vector(training.model.parameters()).detach().clone()
         training.epoch()

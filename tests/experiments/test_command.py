@@ -39,6 +39,11 @@ def test_graphs_on_a_cpu_are_refused() -> None:
         main([*TINY, "--capture"])
 
 
+def test_fused_kernels_of_passes_that_are_not_captured_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"--fuse compiles the passes that are captured, and none is: give it with"):
+        main([*TINY, "--fuse"])
+
+
 def run(folder: Path, what: Benchmark) -> None:
     """One run on images of a folder."""
     places = ["--data", f"{folder}", "--out", f"{folder}/out", "--results", f"{folder}/results"]
