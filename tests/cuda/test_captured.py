@@ -27,7 +27,7 @@ from tests.experiments.tiny import SETUP
     ids=lambda arm: arm.name,
 )
 @pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch.compile itself uses it
+@pytest.mark.filterwarnings("default")  # torch.compile warns about its own code and about the precision of products
 def test_captured_passes_train_as_others_do(arm: arms.Config, fuse: bool) -> None:
     """The parameters go the same way, where other batches lead elsewhere.
 
