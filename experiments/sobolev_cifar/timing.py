@@ -1,8 +1,7 @@
 """Milliseconds per step of every optimizer on an idle device; they take turns in one process.
 
 ``timing.json`` is a list with one measurement for each combination of images, batch size, width, layout, number of
-images and machine. A new measurement replaces the old one under the same conditions. The first file of this experiment
-has one measurement of CIFAR-10 and no list.
+images and machine. A new measurement replaces the old one under the same conditions.
 """
 
 from __future__ import annotations
@@ -75,13 +74,8 @@ class Timing:
     @staticmethod
     def load(path: Path) -> Timing:
         """The measurements of a file; none if it does not exist."""
-        content = json.loads(path.read_text()) if path.exists() else []
-        every = [{"dataset": "cifar10", **content}] if isinstance(content, dict) else content
+        every = json.loads(path.read_text()) if path.exists() else []
         return Timing({Conditions.of(one["dataset"], one["setup"], one["machine"]): one for one in every})
-
-    def of(self, dataset: str) -> Mapping[str, Any]:
-        """The first measurement with these images."""
-        return next(one for conditions, one in self.found.items() if conditions.dataset == dataset)
 
     def with_measurement(self, new: Mapping[str, Any]) -> Timing:
         """A copy with one more, which replaces a measurement under the same conditions."""
