@@ -40,9 +40,9 @@ from experiments.images import Part
 from experiments.sobolev_cifar import paired_stats, report, verdict
 from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
 from experiments.sobolev_cifar.captured import cuda_graph
+from experiments.sobolev_cifar.figures import draw
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
 from experiments.sobolev_cifar.record import Record, load_all, load_each
-from experiments.sobolev_cifar.report import draw
 from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
 from experiments.sobolev_cifar.timing import Timing, lines, measured
 from experiments.sobolev_cifar.training import Budget, Job, Pace, Setup, Until
@@ -318,12 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         clock(args, setup, place)
     elif args.report:
         summarise(args)
-        print(
-            *(
-                path.name
-                for path in draw(report.groups(load_all([args.results]), args.results / "timing.json"), args.results)
-            )
-        )
+        found = report.groups(load_all([args.results]), args.results / "timing.json")
+        print(*(path.name for path in draw(found, args.results)))
     else:
         run(args, setup, place, budget)
 

@@ -1,9 +1,7 @@
-"""Means and standard deviations of the runs over seeds, as JSON, tables and figures."""
+"""Means and standard deviations of the runs over seeds, as JSON and tables."""
 
 from __future__ import annotations
 
-import io
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -176,88 +174,3 @@ def save(records: Sequence[Record], results: Path) -> list[Group]:
     write_json(results / "summary.json", summary)
     (results / "table.md").write_text(table(found) + "\n")
     return found
-
-
-# Training loss and test accuracy against epochs and seconds, as figures.
-
-
-# The arms of the figures of one schedule, and curves of the paper's figures: 1 and 2, 3 and 4.
-_SHOWN = ("amari", "sobolev", "independent", "permuted", "sgd", "adamw", "natural")
-_PAPER_FIGURES = {
-    "paper": (("amari", "tenths"), ("sobolev", "fifths"), ("literal", "fifths")),
-    "baselines": (("amari", "tenths"), ("amari", "fifths"), ("amari_scaled", "tenths"), ("amari_scaled", "fifths")),
-}
-
-
-def draw(found: Sequence[Group], results: Path) -> list[Path]:
-    """Means with one standard deviation, and every seed: a figure per schedule, and those of the paper."""
-    paths = []
-    for dataset in dict.fromkeys(group.dataset for group in found):
-        mine = [group for group in found if group.dataset == dataset and group.records]
-        pictures = {
-            schedule: [group for group in mine if group.schedule == schedule and group.arm in _SHOWN]
-            for schedule in dict.fromkeys(group.schedule for group in mine)
-        }
-        for name, curves in _PAPER_FIGURES.items():
-            shown = [group for group in mine if (group.arm, group.schedule) in curves]
-            if len({group.schedule for group in shown}) == 2:
-                pictures[name] = shown
-        for name, shown in pictures.items():
-            if shown:
-                paths.append(results / f"{dataset}-{name}.svg")
-                _picture(shown, f"VGG16 on {dataset}: {name}", paths[-1], seconds=name not in _PAPER_FIGURES)
-    return paths
-
-
-def _colour(arm: str) -> str:
-    """Of an optimizer, the same in all figures."""
-    extra = ("black", "grey", "gold", "navy", "teal")  # matplotlib has ten of its own
-    at = ORDER.index(arm)
-    return f"C{at}" if at < 10 else extra[at - 10]
-
-
-def _picture(found: Sequence[Group], title: str, path: Path, *, seconds: bool) -> None:
-    """Loss and accuracy against epochs and, with ``seconds``, against time; the seeds are thin.
-
-    Time is that of a run alone, and optimizers without a measurement of it are left out there; time on a shared device
-    only if none has one.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10 if seconds else 6, 7), layout="constrained")
-    axes = figure.subplots(2, 2 if seconds else 1, sharex="col", sharey="row", squeeze=False)
-    clocks = [group.seconds for group in found]
-    mixed = len({group.schedule for group in found}) > 1
-    alone = any(clock is not None for clock in clocks)  # a figure has one kind of seconds
-    quantities: list[Callable[[Point], float]] = [lambda p: p.train_loss, lambda p: 100 * p.test_accuracy]
-    for group, clock in zip(found, clocks, strict=True):
-        epochs = [float(epoch + 1) for epoch in range(len(group.loss.mean))]
-        look: dict[str, Any] = {
-            "color": _colour(group.arm),
-            "linestyle": "--" if mixed and group.schedule == "tenths" else "-",
-        }
-        label = f"{TITLES[group.arm]}, {group.schedule} ({len(group.records)})"
-        for row, (curve, of) in enumerate(zip((group.loss, group.accuracy), quantities, strict=True)):
-            for run in group.records:
-                axes[row][0].plot(epochs, [of(p) for p in run.history[: len(epochs)]], linewidth=0.4, alpha=0.6, **look)
-            xs = (epochs, clock if alone else group.shared.mean) if seconds else (epochs,)
-            for axis, x in [(axis, x) for axis, x in zip(axes[row], xs, strict=True) if x is not None]:
-                low = [m - d for m, d in zip(curve.mean, curve.deviation, strict=True)]
-                high = [m + d for m, d in zip(curve.mean, curve.deviation, strict=True)]
-                axis.plot(x, curve.mean, label=label, **look)
-                axis.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
-    axes[1][0].set_xlabel("epochs")
-    if seconds:
-        axes[1][1].set_xlabel("seconds, one run on the device" if alone else "seconds, several runs on the device")
-    axes[0][0].set_yscale("log")
-    axes[0][0].set_ylabel("training loss")
-    axes[1][0].set_ylabel("test accuracy, %")
-    end = max(group.accuracy.mean[-1] for group in found)
-    axes[1][0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
-    axes[0][0].legend(fontsize="small", title="mean ± deviation (seeds)")
-    figure.suptitle(title)
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "natgrad"}):  # equal figures are equal files
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", text.getvalue()))  # hundredths of a point are seen by nobody

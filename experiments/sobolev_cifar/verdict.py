@@ -7,7 +7,7 @@ The two sentences say the same in plain words.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -26,7 +26,7 @@ CONTROL = {"cifar10": range(3, 7), "cifar100": range(4)}
 FAMILY = 0.975  # coverage: two data sets, 5 % together
 CLEAR = 0.05  # of K-FAC's loss
 SIMILAR = 0.5  # points of test accuracy
-PRIMARY, SECONDARY = QUANTITIES[0], QUANTITIES[-1]
+PRIMARY, AT_40, _, SECONDARY = QUANTITIES
 _SEEN = "not run yet"
 
 
@@ -187,72 +187,93 @@ _PLAIN = {
 }
 
 
-def _decided(runs: Runs) -> Iterator[str]:
-    """A clause on the data sets with the same answer: how fast, and the numbers."""
+def _decided(runs: Runs) -> str:
+    """How fast Sobolev K-FAC learns on the data sets that are decided; empty if none is."""
     answers: dict[str, list[str]] = {}
     for dataset, seeds in DECIDE.items():
         found = runs.claim(dataset, PRIMARY, seeds)
         if found is not None:
-            number = f"{found.per_cent()} on {NAMES[dataset]}{_partly(found, seeds)}"
-            answers.setdefault(_PLAIN[verdict_on(found)], []).append(number)
-    for words, numbers in answers.items():
-        loss = f"training loss in the first 40 % of the epochs {' and '.join(numbers)}"
-        yield f"Sobolev K-FAC learns {words} ({loss}; {signed(-100 * CLEAR, 0)} % would be clear)"
+            answers.setdefault(_PLAIN[verdict_on(found)], []).append(f"{NAMES[dataset]}{_partly(found, seeds)}")
+    return " and ".join(f"{words} on {' and '.join(names)}" for words, names in answers.items())
 
 
 def _open(runs: Runs, dataset: str) -> str:
     """A clause on a data set whose seeds that decide have not been run, or one of them only."""
-    name, only = NAMES[dataset], runs.only_seed(dataset, PRIMARY, DECIDE[dataset])
-    if only is not None:
-        count = f"one seed of {len(DECIDE[dataset])}"
-        return f"on {name} {count} has been run, which decides nothing ({only.per_cent_of_mean()})"
-    before = runs.claim(dataset, PRIMARY, EVERY)
-    if before is None:
-        return f"{name} has not been run"
-    earlier = f"training loss in the first 40 % of the epochs {before.per_cent()}"
-    seeds = ", ".join(map(str, before.seeds))
-    return f"on {name} the runs that decide have not been made (earlier seeds {seeds}, exploratory: {earlier})"
+    name = NAMES[dataset]
+    if runs.only_seed(dataset, PRIMARY, DECIDE[dataset]) is not None:
+        return f"on {name} one seed of {len(DECIDE[dataset])} has been run, which decides nothing"
+    if runs.claim(dataset, PRIMARY, EVERY) is not None:
+        return f"on {name} the runs that decide have not been made"
+    return f"{name} has not been run"
 
 
 def sentences(runs: Runs) -> tuple[str, str]:
     """The verdict in two sentences: is the paper's method faster, and is it for the reason that the paper gives?"""
-    clauses = [*_decided(runs)]
-    start = (
-        "With equal schedules, " if clauses else "Whether Sobolev K-FAC learns faster than K-FAC is not settled yet: "
-    )
+    decided = _decided(runs)
+    clauses = [f"With equal schedules, Sobolev K-FAC learns {decided}{_accuracies(runs)}"] if decided else []
     clauses += [_open(runs, dataset) for dataset in NAMES if runs.claim(dataset, PRIMARY, DECIDE[dataset]) is None]
+    start = "" if decided else "Whether Sobolev K-FAC learns faster than K-FAC is not settled yet: "
     first = f"{start}{'; '.join(clauses)}."
-    found = runs.difference("cifar10", ("sobolev", ("fifths",)), ("permuted", ("fifths",)), PRIMARY, CONTROL["cifar10"])
-    if found is None:
-        second = "Whether the geometry of the images has a part in it is open, because the control has not been run"
-    else:
-        low, high = found.interval
-        words = "does as well, so none of this is shown to come from the geometry of the images"
-        if high < 0:
-            words = "does worse, so the geometry of the images has a part in it"
-        if low > 0:
-            words = "does better, so it is not the geometry of the images that helps"
-        second = (
-            "With the kernel of permuted images, which knows nothing about them, the method "
-            f"{words} (loss of Sobolev K-FAC less that of this control "
-            f"on CIFAR-10 {found.per_cent()}{_partly(found, CONTROL['cifar10'])})"
-        )
-    return first, second + _accuracies(runs) + "."
+    answers: dict[tuple[str, str], list[str]] = {}
+    for dataset in NAMES:
+        found = _control(runs, dataset)
+        if found is not None:
+            answers.setdefault(_geometry(found), []).append(f"{NAMES[dataset]}{_partly(found, CONTROL[dataset])}")
+    if not answers:
+        second = "Whether the geometry of the images has a part in it is open, because the control has not been run."
+        return first, second
+    words = [f"does {how} on {' and '.join(names)}, so {so}" for (how, so), names in answers.items()]
+    return first, (
+        f"With the kernel of permuted images, which knows nothing about them, the method {'; it '.join(words)}."
+    )
+
+
+def _geometry(found: Difference) -> tuple[str, str]:
+    """How the control does, and what that says about the geometry of the images."""
+    low, high = found.interval
+    if high < 0:
+        return "worse", "the geometry of the images has a part in the difference"
+    if low > 0:
+        return "better", "it is not the geometry of the images that helps"
+    return "as well", "nothing shows that the geometry of the images helps"
+
+
+def _control(runs: Runs, dataset: str) -> Difference | None:
+    """Sobolev K-FAC less the control."""
+    ours, control = ("sobolev", ("fifths",)), ("permuted", ("fifths",))
+    return runs.difference(dataset, ours, control, PRIMARY, CONTROL[dataset])
 
 
 def _accuracies(runs: Runs) -> str:
-    """On the final test accuracies; before the seeds that decide are run, on those that are there."""
-    found = {}
-    for dataset, seeds in DECIDE.items():
-        for chosen, note in ((seeds, ""), (EVERY, ", exploratory")):
-            end = runs.claim(dataset, SECONDARY, chosen)
-            if end is not None and dataset not in found:
-                found[dataset] = end, f"{end.shown()} on {NAMES[dataset]}{note}"
-    if not found:
-        return ""
-    alike = "similar" if all(similar(end) for end, _ in found.values()) else "not similar"
-    return (
-        f"; the final test accuracies are {alike} (difference in points {' and '.join(t for _, t in found.values())})"
+    """A clause on the final test accuracies of the data sets that are decided."""
+    found = [one for data, seeds in DECIDE.items() if (one := runs.claim(data, SECONDARY, seeds)) is not None]
+    return f", and the final test accuracies are {'similar' if all(map(similar, found)) else 'not similar'}"
+
+
+def numbers(runs: Runs) -> str:
+    """The numbers behind the two sentences, as a list."""
+    loss, late, accuracy = (
+        {dataset: runs.claim(dataset, quantity, seeds) for dataset, seeds in DECIDE.items()}
+        for quantity in (PRIMARY, AT_40, SECONDARY)
+    )
+    control = {dataset: _control(runs, dataset) for dataset in NAMES}
+    clear = f"{signed(-100 * CLEAR, 0)} % would be clear"
+    lines = [
+        f"Training loss in the first 40 % of the epochs, Sobolev K-FAC less K-FAC: {_listed(loss, DECIDE)}; {clear}.",
+        f"The same, Sobolev K-FAC less the method with permuted images: {_listed(control, CONTROL)}.",
+        f"Training loss in the last of these epochs, Sobolev K-FAC less K-FAC (exploratory): {_listed(late, DECIDE)}.",
+        f"Final test accuracy in points, Sobolev K-FAC less K-FAC: {_listed(accuracy, DECIDE)}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _listed(found: Mapping[str, Difference | None], planned: Mapping[str, Collection[int]]) -> str:
+    return "; ".join(
+        f"{NAMES[dataset]} {_SEEN}"
+        if one is None
+        else f"{NAMES[dataset]} {one.shown() if one.quantity is SECONDARY else one.per_cent()}"
+        + _partly(one, planned[dataset])
+        for dataset, one in found.items()
     )
 
 
@@ -436,8 +457,8 @@ def save(found: Sequence[Group], left: Sequence[Planned], results: Path) -> str:
     """``verdict.md`` and the tables beside it; the two sentences are returned."""
     runs = Runs(found)
     text = " ".join(sentences(runs))
-    parts = {"verdict": text, "endpoints": endpoints(runs), "questions": questions(runs), "figures": figures(runs)}
-    for name, content in {**parts, "missing": missing(left)}.items():
+    parts = {"verdict": text, "numbers": numbers(runs), "endpoints": endpoints(runs), "questions": questions(runs)}
+    for name, content in {**parts, "figures": figures(runs), "missing": missing(left)}.items():
         (results / f"{name}.md").write_text(content + "\n")
     claims = {
         dataset: {q.name: d.paired.columns() for q in (PRIMARY, SECONDARY) if (d := runs.claim(dataset, q, seeds))}

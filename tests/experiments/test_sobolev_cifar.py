@@ -20,8 +20,8 @@ from experiments.images import Images
 from experiments.sobolev_cifar import arms, report
 from experiments.sobolev_cifar.arms import FIFTHS, TENTHS, Momentum
 from experiments.sobolev_cifar.command import main
+from experiments.sobolev_cifar.figures import draw
 from experiments.sobolev_cifar.record import Name, Point, Record, load_all
-from experiments.sobolev_cifar.report import draw
 from experiments.sobolev_cifar.training import Budget, Job, Training, train
 from tests.experiments.test_cifar import images, write_archive
 from tests.experiments.tiny import MACHINE, SETUP, SIZES, TINY, Ample, write_timing
@@ -253,14 +253,15 @@ def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) 
     assert [asdict(p) for p in again[2].history] == [pytest.approx(asdict(p), rel=1e-5) for p in records[2].history]
 
 
-def test_there_is_a_picture_for_every_schedule_and_one_with_those_of_the_paper(tmp_path: Path) -> None:
+def test_there_are_pictures_of_every_schedule_of_the_paper_and_of_the_lead(tmp_path: Path) -> None:
     one = [curve(arm, seed, [2.0, 1.0], [0.3, 0.5]) for arm in ("amari", "sobolev") for seed in (0, 1)]
     records = [*one, *(replace(record, name=replace(record.name, schedule="fifths")) for record in one)]
     write_timing(tmp_path, {"amari": 3.0, "sobolev": 3.2})
     found = report.save(records, tmp_path)
     assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
     names = [path.name for path in draw(found, tmp_path)]
-    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg", "cifar10-baselines.svg"]
+    schedules = ["cifar10-tenths.svg", "cifar10-fifths.svg"]
+    assert names == [*schedules, "cifar10-paper.svg", "cifar10-baselines.svg", "lead.svg"]
     assert all(0 < (tmp_path / name).stat().st_size < 200_000 for name in names)
 
 

@@ -11,8 +11,8 @@ import pytest
 from experiments.cifar import CIFAR100
 from experiments.sobolev_cifar import paired_stats, report
 from experiments.sobolev_cifar.command import main
+from experiments.sobolev_cifar.figures import draw
 from experiments.sobolev_cifar.record import Name, Point, Record
-from experiments.sobolev_cifar.report import draw
 from tests.experiments.test_cifar import images, write_archive
 from tests.experiments.tiny import MACHINE, SIZES, TINY, write_timing
 
@@ -63,14 +63,18 @@ def test_images_without_a_measurement_have_no_seconds_in_the_tables(tmp_path: Pa
     assert "| cifar100 | tenths | K-FAC (Amari): training loss 0.5000 | 2, – | 2, – |" in reached
     levels = json.loads((tmp_path / "pairs.json").read_text())["reached"]
     assert [level["seconds"] for level in levels if level["dataset"] == "cifar100"] == [{}, {}]
-    assert [path.name for path in draw(found, tmp_path)] == ["cifar10-tenths.svg", "cifar100-tenths.svg"]
+    assert [path.name for path in draw(found, tmp_path)] == [
+        "cifar10-tenths.svg",
+        "cifar100-tenths.svg",
+        "lead.svg",
+    ]
     alone, shared = ((tmp_path / f"{name}-tenths.svg").read_text() for name in ("cifar10", "cifar100"))
-    assert "<!-- seconds, one run on the device -->" in alone
-    assert "<!-- seconds, several runs on the device -->" in shared
+    assert ">seconds, one run on the device<" in alone
+    assert ">seconds, several runs on the device<" in shared
     write_timing(tmp_path, {"amari": 3.0})  # the other one has no curve against seconds
     draw(report.save(records, tmp_path), tmp_path)
     fewer = (tmp_path / "cifar10-tenths.svg").read_text()
-    assert "<!-- seconds, one run on the device -->" in fewer
+    assert ">seconds, one run on the device<" in fewer
     assert fewer.count("PolyCollection") == alone.count("PolyCollection") - 2
 
 

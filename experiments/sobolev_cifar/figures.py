@@ -1,0 +1,169 @@
+"""Figures: training loss and test accuracy of every optimizer, and how far Sobolev K-FAC is ahead of K-FAC."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.sobolev_cifar.paired_stats import Pair, Quantity, Side
+from experiments.sobolev_cifar.record import Point, Record
+from experiments.sobolev_cifar.report import ORDER, TITLES, Group, before_decay
+from experiments.sobolev_cifar.verdict import CLEAR, NAMES
+
+# The arms of the figures of one schedule, and curves of the paper's figures: 1 and 2, 3 and 4.
+_SHOWN = ("amari", "sobolev", "independent", "permuted", "sgd", "adamw", "natural")
+_PAPER_FIGURES = {
+    "paper": (("amari", "tenths"), ("sobolev", "fifths"), ("literal", "fifths")),
+    "baselines": (("amari", "tenths"), ("amari", "fifths"), ("amari_scaled", "tenths"), ("amari_scaled", "fifths")),
+}
+_FIGURE_NUMBER = {
+    ("paper", "cifar10"): 1,
+    ("paper", "cifar100"): 2,
+    ("baselines", "cifar10"): 3,
+    ("baselines", "cifar100"): 4,
+}
+
+
+def draw(found: Sequence[Group], results: Path) -> list[Path]:
+    """A figure for each schedule, those of the paper, and the lead of Sobolev K-FAC."""
+    paths = []
+    for dataset in dict.fromkeys(group.dataset for group in found):
+        mine = [group for group in found if group.dataset == dataset and group.records]
+        pictures = {
+            schedule: [group for group in mine if group.schedule == schedule and group.arm in _SHOWN]
+            for schedule in dict.fromkeys(group.schedule for group in mine)
+        }
+        for name, curves in _PAPER_FIGURES.items():
+            shown = [group for group in mine if (group.arm, group.schedule) in curves]
+            if len({group.schedule for group in shown}) == 2:
+                pictures[name] = shown
+        for name, shown in pictures.items():
+            if shown:
+                paths.append(results / f"{dataset}-{name}.svg")
+                number = _FIGURE_NUMBER.get((name, dataset))
+                what = name if number is None else f"the curves of figure {number} of the paper"
+                _save(_curves(shown, f"VGG16 on {NAMES[dataset]}: {what}", seconds=number is None), paths[-1])
+    leads = {dataset: pairs for dataset in NAMES if (pairs := _leads(found, dataset))}
+    if leads:
+        paths.append(results / "lead.svg")
+        _save(_lead(leads), paths[-1])
+    return paths
+
+
+def _save(figure: Figure, path: Path) -> None:
+    text = io.StringIO()
+    # Equal figures are equal files; hundredths of a point are seen by nobody.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", text.getvalue()))
+
+
+def _colour(arm: str) -> str:
+    """Of an optimizer, the same in all figures."""
+    extra = ("black", "grey", "gold", "navy", "teal")  # matplotlib has ten of its own
+    at = ORDER.index(arm)
+    return f"C{at}" if at < 10 else extra[at - 10]
+
+
+def _curves(found: Sequence[Group], title: str, *, seconds: bool) -> Figure:
+    """Loss and accuracy against epochs and, with ``seconds``, against time: mean, standard deviation, and thin seeds.
+
+    Time is that of a run alone, and optimizers without a measurement of it are left out there; time on a shared device
+    only if none has one.
+    """
+    figure = Figure(figsize=(10 if seconds else 6, 7), layout="constrained")
+    axes = figure.subplots(2, 2 if seconds else 1, sharex="col", sharey="row", squeeze=False)
+    clocks = [group.seconds for group in found]
+    mixed = len({group.schedule for group in found}) > 1
+    alone = any(clock is not None for clock in clocks)  # a figure has one kind of seconds
+    quantities: list[Callable[[Point], float]] = [lambda p: p.train_loss, lambda p: 100 * p.test_accuracy]
+    for group, clock in zip(found, clocks, strict=True):
+        epochs = [float(epoch + 1) for epoch in range(len(group.loss.mean))]
+        look: dict[str, Any] = {
+            "color": _colour(group.arm),
+            "linestyle": "--" if mixed and group.schedule == "tenths" else "-",
+        }
+        label = f"{TITLES[group.arm]}, {group.schedule} ({len(group.records)})"
+        for row, (curve, of) in enumerate(zip((group.loss, group.accuracy), quantities, strict=True)):
+            for run in group.records:
+                axes[row][0].plot(epochs, [of(p) for p in run.history[: len(epochs)]], linewidth=0.4, alpha=0.6, **look)
+            xs = (epochs, clock if alone else group.shared.mean) if seconds else (epochs,)
+            for axis, x in [(axis, x) for axis, x in zip(axes[row], xs, strict=True) if x is not None]:
+                low = [m - d for m, d in zip(curve.mean, curve.deviation, strict=True)]
+                high = [m + d for m, d in zip(curve.mean, curve.deviation, strict=True)]
+                axis.plot(x, curve.mean, label=label, **look)
+                axis.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    axes[1][0].set_xlabel("epochs")
+    if seconds:
+        axes[1][1].set_xlabel("seconds, one run on the device" if alone else "seconds, several runs on the device")
+    axes[0][0].set_yscale("log")
+    axes[0][0].set_ylabel("training loss")
+    axes[1][0].set_ylabel("test accuracy, %")
+    end = max(group.accuracy.mean[-1] for group in found)
+    axes[1][0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
+    _legend(figure, axes[0][0], "mean ± standard deviation (seeds)", columns=2 if seconds else 1)
+    figure.suptitle(title)
+    return figure
+
+
+def _legend(figure: Figure, axis: Axes, title: str, columns: int) -> None:
+    """Below the axes: inside it would hide curves."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", title=title)
+
+
+def _leads(found: Sequence[Group], dataset: str) -> list[Pair]:
+    """Sobolev K-FAC and the control, each beside K-FAC with the same schedules."""
+    by_key = {(group.arm, group.schedule): group for group in found if group.dataset == dataset and group.records}
+    pairs = []
+    for arm in ("sobolev", "permuted"):
+        common = [schedule for one, schedule in by_key if one == arm and ("amari", schedule) in by_key]
+        if common:
+            ours, theirs = (Side(tuple(by_key[one, schedule] for schedule in common)) for one in (arm, "amari"))
+            pairs.append(Pair(ours, theirs))
+    return [pair for pair in pairs if len(pair.seeds) > 1]
+
+
+def _lead(leads: dict[str, list[Pair]]) -> Figure:
+    """The training loss less that of K-FAC, in per cent of it, until the schedules decay."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(leads), sharey=True, squeeze=False)[0]
+    for axis, (dataset, pairs) in zip(axes, leads.items(), strict=True):
+        for pair in pairs:
+            _plot_lead(axis, pair)
+        axis.axhline(0.0, color="C0", linewidth=1, label=TITLES["amari"])
+        axis.axhline(-100 * CLEAR, color="black", linewidth=1, linestyle=":", label="in the mean: a clear lead")
+        seeds = " and ".join(f"{len(pair.seeds)}" for pair in pairs)
+        axis.set(title=f"{NAMES[dataset]} ({seeds} seeds)", xlabel="epochs")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel("training loss less that of K-FAC, %")
+    figure.suptitle("How far ahead of K-FAC? Below zero is better")
+    _legend(figure, axes[0], "mean, 95 % interval of every epoch, thin: seeds", columns=4)
+    return figure
+
+
+def _plot_lead(axis: Axes, pair: Pair) -> None:
+    epochs = range(1, before_decay(len(pair.first.groups[0].records[0].history)) + 2)
+    rows = []
+    for epoch in epochs:
+        loss = Quantity("loss", "training loss", _loss_in(epoch), 4)
+        paired, unit = pair.paired(loss), pair.of_second(loss) / 100
+        numbers = paired.mean, paired.mean - paired.margin, paired.mean + paired.margin, *paired.differences
+        rows.append([number / unit for number in numbers])
+    mean, low, high, *seeds = zip(*rows, strict=True)
+    colour = _colour(pair.first.arm)
+    for seed in seeds:
+        axis.plot(epochs, seed, color=colour, linewidth=0.4, alpha=0.6)
+    axis.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
+    axis.plot(epochs, mean, color=colour, label=TITLES[pair.first.arm])
+
+
+def _loss_in(epoch: int) -> Callable[[Record], float]:
+    return lambda run: run.history[epoch - 1].train_loss
