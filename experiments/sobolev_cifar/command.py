@@ -5,6 +5,7 @@
     python -m experiments.sobolev_cifar --data DATA --tune --arms sgd      # tune an optimizer in two rounds
     python -m experiments.sobolev_cifar --data DATA --tune --anew          # … again, after the options have changed
     python -m experiments.sobolev_cifar --data DATA --time                 # milliseconds per step on an idle device
+    python -m experiments.sobolev_cifar --data DATA --kernel               # what the control keeps of the coupling
     python -m experiments.sobolev_cifar --data DATA --arms amari --seeds 9 # runs of one's own choice
     python -m experiments.sobolev_cifar --data DATA --pack PIECES          # the images losslessly in small files
 
@@ -35,9 +36,9 @@ from typing import Any
 import torch
 
 from experiments.cifar import CIFAR10, CIFAR100, pack
-from experiments.files import commit
+from experiments.files import commit, write_json
 from experiments.images import Part
-from experiments.sobolev_cifar import paired_stats, report, verdict
+from experiments.sobolev_cifar import kernel, paired_stats, report, verdict
 from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
 from experiments.sobolev_cifar.captured import cuda_graph
 from experiments.sobolev_cifar.figures import draw
@@ -47,6 +48,7 @@ from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
 from experiments.sobolev_cifar.timing import Timing, lines, measured
 from experiments.sobolev_cifar.training import Budget, Job, Pace, Setup, Until
 from experiments.sobolev_cifar.tuning import Choices, Round, Tuning, TuningKey
+from experiments.sobolev_cifar.tuning import table as tuning_table
 
 # The names on the command line.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -99,17 +101,22 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
 
     One that time cuts short is saved in ``--out``, and is the first of the next call. Searches come before the first
     run that needs them; where fewer runs than workers are left before it, later ones that need none run beside them.
-    One that fails stops no other.
+    A run or a search that fails stops no other.
     """
     left, failed = list(plan()), []
     try:
-        while left and budget.allows(args.enough):
+        while left:
             choices = Choices.load(args.results / TUNED_FILE)
             ready = [run for run in left if not _searches(run, choices)]
             if left[0] not in ready:
-                _search(left, choices, args, setup, place, budget)
-                if _searches(left[0], Choices.load(args.results / TUNED_FILE)):
-                    break  # there is no time for the rest of it
+                part = [run for run in left if run not in ready and _place(run) == _place(left[0])]
+                try:
+                    _search(part, choices, args, setup, place, budget)
+                except SystemExit as failure:
+                    failed.append(f"{failure}")
+                choices = Choices.load(args.results / TUNED_FILE)
+                # A search that is not done now has failed, or there is no time for the rest of it.
+                left = [run for run in left if run not in part or not _searches(run, choices)]
                 continue
             tasks, waiting = list[Task](), False
             for run in list(left):
@@ -118,7 +125,7 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
                     tasks += _task(run, choices, args, setup, place)
                     left.remove(run)
             try:
-                perform_all(tasks, setup.pace.workers, budget, args.enough)
+                perform_all(tasks, setup.pace.workers, budget)
             except SystemExit as failure:
                 failed.append(f"{failure}")
     finally:
@@ -127,6 +134,11 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
         print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
     if failed:
         raise SystemExit("\n".join(failed))
+
+
+def _place(run: Planned) -> tuple[str, str]:
+    """Runs of the same part on the same images are tuned together."""
+    return run.part, run.name.dataset
 
 
 def _task(run: Planned, choices: Choices, args: argparse.Namespace, setup: Setup, place: Place) -> list[Task]:
@@ -153,15 +165,13 @@ def _searches(run: Planned, choices: Choices) -> list[TuningKey]:
 
 
 def _search(
-    left: Sequence[Planned], choices: Choices, args: argparse.Namespace, setup: Setup, place: Place, budget: Budget
+    runs: Sequence[Planned], choices: Choices, args: argparse.Namespace, setup: Setup, place: Place, budget: Budget
 ) -> None:
-    """The searches before the first run, and all others of its part with its images: their trials run side by side."""
-    part, dataset = left[0].part, left[0].name.dataset
-    runs = [run for run in left if (run.part, run.name.dataset) == (part, dataset)]
+    """The searches before some runs on the same images: their trials run side by side."""
     keys = [key for run in runs for key in _searches(run, choices)]
     grids = {key.arm: ARMS[key.arm].candidates for key in keys}
     schedules = list(dict.fromkeys(key.schedule for key in keys))
-    _tuning(args, setup, place, schedules).tune(grids, [BENCHMARKS[dataset]], budget)
+    _tuning(args, setup, place, schedules).tune(grids, [BENCHMARKS[runs[0].name.dataset]], budget)
 
 
 def not_done(args: argparse.Namespace) -> list[Planned]:
@@ -224,6 +234,8 @@ def summarise(args: argparse.Namespace) -> None:
     """Write all results, and print the tables."""
     found = report.save(records(args), args.results)
     paired_stats.save(found, args.results)
+    tuned = tuning_table(Choices.load(args.results / TUNED_FILE), report.TITLES)
+    (args.results / "tuned.md").write_text(tuned + "\n")
     print(verdict.save(found, not_done(args), args.results), end="\n\n")
     print(report.table(found), paired_stats.table(found), paired_stats.reached(found), sep="\n\n")
 
@@ -260,7 +272,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=1, help="runs at once, each in a process")
     add("--seconds", type=float, default=math.inf, help="no epoch is begun that would end later")
     add("--minutes", type=float, default=math.inf, help="the same in minutes")
-    add("--enough", type=float, default=0.0, help="with --queue: no run is begun with fewer seconds left")
+    add(
+        "--enough",
+        type=float,
+        default=0.0,
+        help="seconds of a run: none is begun with less, a shorter trial with its share",
+    )
     add("--commit", default="", help="that the code is of, where this is no git repository")
     add("--capture", action="store_true", help="passes as CUDA graphs, where no optimizer looks at them")
     add("--fuse", action="store_true", help="with --capture: their kernels by torch.compile")
@@ -275,6 +292,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--queue", action="store_true", help="run what the protocol has and is not done, in its order")
     what.add_argument("--tune", action="store_true", help="choose the settings of the tuned optimizers")
     what.add_argument("--time", action="store_true", help="measure a step of every optimizer, alone")
+    what.add_argument("--kernel", action="store_true", help="measure what the control keeps of the kernel's coupling")
     what.add_argument("--report", action="store_true", help="write curves, summary, table and pictures")
     what.add_argument("--pack", type=Path, default=None, help="write the images in pieces to this folder")
     return checked(parser.parse_args(arguments))
@@ -302,8 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     layout = LAYOUTS[args.layout]
     # A state of K-FAC is more than a gigabyte: the queue writes it only where it stops.
     every, capture = args.epochs if args.queue else args.save_every, cuda_graph if args.capture else None
-    part, pace = Part(args.limit), Pace(args.workers, every, capture, args.fuse)
-    trains = not (args.report or args.pack)
+    part, pace = Part(args.limit), Pace(args.workers, every, capture, args.fuse, args.enough / args.epochs)
+    trains = not (args.report or args.pack or args.kernel)
     made_with = (args.commit or commit()) if trains else ""
     setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace, made_with)
     place = Place(args.data, args.out, args.out)
@@ -316,6 +334,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tune(args, setup, place, budget)
     elif args.time:
         clock(args, setup, place)
+    elif args.kernel:
+        batches = [kernel.described(place.images(BENCHMARKS[name], setup), args.batch) for name in args.datasets]
+        write_json(args.results / "kernel.json", batches)
+        (args.results / "kernel.md").write_text(kernel.table(batches) + "\n")
+        print(kernel.table(batches))
     elif args.report:
         summarise(args)
         found = report.groups(load_all([args.results]), args.results / "timing.json")

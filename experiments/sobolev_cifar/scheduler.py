@@ -41,9 +41,9 @@ class Task:
     place: Place
 
 
-def perform(task: Task, budget: Budget, enough: float = 0.0) -> Record | None:
-    """Perform one run; None if there are fewer than ``enough`` seconds left to start it."""
-    if not budget.allows(enough):
+def perform(task: Task, budget: Budget) -> Record | None:
+    """Perform one run; None if there is no time for it."""
+    if not budget.allows(task.setup.duration):
         return None
     task.setup.prepare()
     record = train(task.job, task.setup, task.place.images(task.what, task.setup), task.place.out, budget)
@@ -54,13 +54,14 @@ def perform(task: Task, budget: Budget, enough: float = 0.0) -> Record | None:
     return record
 
 
-def perform_all(tasks: Sequence[Task], workers: int, budget: Budget, enough: float = 0.0) -> list[Record]:
-    """Perform all runs, ``workers`` at once; none is begun with fewer than ``enough`` seconds left.
+def perform_all(tasks: Sequence[Task], workers: int, budget: Budget) -> list[Record]:
+    """Perform all runs that there is time for, ``workers`` at once.
 
     A run that fails stops no other; failures are reported at the end.
     """
     records, failed = [], []
-    outcomes = _sequential(tasks, budget, enough) if workers == 1 else _parallel(tasks, workers, budget, enough)
+    begun = [task for task in tasks if budget.allows(task.setup.duration)]
+    outcomes = _sequential(begun, budget) if workers == 1 or not begun else _parallel(begun, workers, budget)
     for task, outcome in outcomes:
         if isinstance(outcome, BaseException):
             failed.append(f"{task.job.key}: " + "".join(traceback.format_exception(outcome)))
@@ -71,25 +72,23 @@ def perform_all(tasks: Sequence[Task], workers: int, budget: Budget, enough: flo
     return records
 
 
-def _sequential(
-    tasks: Sequence[Task], budget: Budget, enough: float
-) -> Iterator[tuple[Task, Record | BaseException | None]]:
+def _sequential(tasks: Sequence[Task], budget: Budget) -> Iterator[tuple[Task, Record | BaseException | None]]:
     """Run one after the other in this process."""
-    return ((task, _attempted(task, budget, enough)) for task in tasks)
+    return ((task, _attempted(task, budget)) for task in tasks)
 
 
-def _attempted(task: Task, budget: Budget, enough: float) -> Record | Exception | None:
+def _attempted(task: Task, budget: Budget) -> Record | Exception | None:
     try:
-        return perform(task, budget, enough)
+        return perform(task, budget)
     except Exception as error:
         return error
 
 
 def _parallel(
-    tasks: Sequence[Task], workers: int, budget: Budget, enough: float
+    tasks: Sequence[Task], workers: int, budget: Budget
 ) -> Iterator[tuple[Task, Record | BaseException | None]]:
     """Run in a pool of processes."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for task, future in [(task, pool.submit(perform, task, budget, enough)) for task in tasks]:
+        for task, future in [(task, pool.submit(perform, task, budget)) for task in tasks]:
             error = future.exception()
             yield task, future.result() if error is None else error

@@ -1,7 +1,7 @@
 """Milliseconds per step of every optimizer on an idle device; they take turns in one process.
 
 ``timing.json`` is a list with one measurement for each combination of images, batch size, width, layout, number of
-images and machine. A new measurement replaces the old one under the same conditions.
+images and machine. A new measurement replaces an old one under the same conditions if it has all of its optimizers.
 """
 
 from __future__ import annotations
@@ -67,32 +67,42 @@ class Conditions:
 @final
 @dataclass(frozen=True)
 class Timing:
-    """All measurements of a file."""
+    """All measurements of a file, the newest last."""
 
-    found: Mapping[Conditions, Mapping[str, Any]]
+    found: Sequence[Mapping[str, Any]]
 
     @staticmethod
     def load(path: Path) -> Timing:
         """The measurements of a file; none if it does not exist."""
-        every = json.loads(path.read_text()) if path.exists() else []
-        return Timing({Conditions.of(one["dataset"], one["setup"], one["machine"]): one for one in every})
+        return Timing(json.loads(path.read_text()) if path.exists() else [])
 
     def with_measurement(self, new: Mapping[str, Any]) -> Timing:
-        """A copy with one more, which replaces a measurement under the same conditions."""
-        return Timing({**self.found, Conditions.of(new["dataset"], new["setup"], new["machine"]): new})
+        """A copy with one more, without measurements under the same conditions that have nothing else."""
+
+        def replaced(one: Mapping[str, Any]) -> bool:
+            return _of(one) == _of(new) and one["seconds_an_epoch"].keys() <= new["seconds_an_epoch"].keys()
+
+        return Timing([*(one for one in self.found if not replaced(one)), new])
 
     def save(self, path: Path) -> None:
         """Write a list."""
-        write_json(path, list(self.found.values()))
+        write_json(path, list(self.found))
 
     def seconds(self, runs: Sequence[Record]) -> float | None:
-        """Seconds per epoch of these runs of one optimizer on an idle device; None if not measured."""
+        """Seconds per epoch of these runs of one optimizer on an idle device, the newest; None if not measured."""
         places = {Conditions.of(run.name.dataset, run.settings, run.machine) for run in runs}
         arms = {run.name.arm for run in runs}
         if len(places) != 1 or len(arms) != 1:
             return None
-        found: float | None = self.found.get(places.pop(), {}).get("seconds_an_epoch", {}).get(arms.pop())
-        return found
+        (place,), (arm,) = places, arms
+        found = [
+            one["seconds_an_epoch"][arm] for one in self.found if _of(one) == place and arm in one["seconds_an_epoch"]
+        ]
+        return float(found[-1]) if found else None
+
+
+def _of(measurement: Mapping[str, Any]) -> Conditions:
+    return Conditions.of(measurement["dataset"], measurement["setup"], measurement["machine"])
 
 
 def _scaled(spread: Spread, unit: float) -> dict[str, float]:

@@ -76,12 +76,13 @@ class Job:
 @final
 @dataclass(frozen=True)
 class Pace:
-    """What changes results by rounding at most: runs that share the device, epochs between checkpoints, kernels."""
+    """What changes results by rounding at most: runs that share the device, time, checkpoints, kernels."""
 
     workers: int = 1
-    save_every: int = 1
+    save_every: int = 1  # epochs between checkpoints
     capture: Capture | None = None  # of passes that no optimizer looks at
     fuse: bool = False  # their kernels, by torch.compile
+    epoch: float = 0.0  # seconds that an epoch is expected to take, where a run is to be begun only if it can end
 
 
 @final
@@ -97,6 +98,11 @@ class Setup:
     part: Part = field(default_factory=Part)
     pace: Pace = field(default_factory=Pace)
     commit: str = ""  # of the code
+
+    @property
+    def duration(self) -> float:
+        """The seconds that a run is expected to take; 0 where none are given."""
+        return self.epochs * self.pace.epoch
 
     @property
     def precision(self) -> str:

@@ -194,6 +194,7 @@ class Tuning:
         """Tune every kind of optimizer on every benchmark with every schedule; a round runs all trials at once.
 
         Finished rounds are not repeated. Results that were found under other conditions are refused before the start.
+        A trial that fails ends its search, and no other one.
         """
         searches, choices = self._searches(grids, benchmarks), Choices.load(self.path)
         for search in searches:
@@ -203,8 +204,9 @@ class Tuning:
                     f"{self.path} has settings of {search.key} that were found with {other}: run --tune --anew, "
                     "which keeps them in the file, or move it away, or tune as before"
                 )
-        for number in range(len(self.rounds)):
-            self._round(number, searches, budget)
+        failed = [text for number in range(len(self.rounds)) for text in self._round(number, searches, budget)]
+        if failed:
+            raise SystemExit("\n".join(failed))
 
     def set_aside(self, grids: Mapping[str, Sequence[Config]], benchmarks: Sequence[Benchmark]) -> None:
         """Archive results that were found under other conditions, so that they can be tuned again."""
@@ -227,7 +229,8 @@ class Tuning:
             for name, arms in grids.items()
         ]
 
-    def _round(self, number: int, searches: Sequence[Search], budget: Budget) -> None:
+    def _round(self, number: int, searches: Sequence[Search], budget: Budget) -> list[str]:
+        """Run a round and write what is complete; the failures are returned."""
         choices, tasks = Choices.load(self.path), {}
         for search in searches:
             choice = choices.of(search.key)
@@ -235,7 +238,11 @@ class Tuning:
                 tasks[search.key] = self._tasks(number, search, choice)
         images = {search.what: search.images for search in searches}
         left = [task for trials in tasks.values() for task in trials if _done(task, images[task.what]) is None]
-        perform_all(left, self.setup.pace.workers, budget)
+        failed = []
+        try:
+            perform_all(left, self.setup.pace.workers, budget)
+        except SystemExit as failure:
+            failed.append(f"{failure}")
         for search in (one for one in searches if one.key in tasks):
             trials = tasks[search.key]
             records = [record for task in trials if (record := _done(task, search.images)) is not None]
@@ -243,6 +250,7 @@ class Tuning:
                 print(f"{search.key}: {len(records)} of {len(trials)} trials are done, run --tune again")
                 continue
             self._write(number, search, [_result(record) for record in records])
+        return failed
 
     def _write(self, number: int, search: Search, tried: Sequence[Mapping[str, Any]]) -> None:
         """Write a finished round and, after the last one, the choice."""
@@ -316,3 +324,19 @@ def _result(record: Record) -> dict[str, Any]:
 def _ranked(done: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The results of a round, the best first."""
     return sorted(done["tried"], key=lambda one: -1.0 if one["accuracy"] is None else one["accuracy"], reverse=True)
+
+
+def table(choices: Choices, titles: Mapping[str, str]) -> str:
+    """The choices as a Markdown table: the numbers that were tuned, the best and the second best."""
+    head = ["images", "optimizer", "schedule", "chosen", "held-out accuracy, %", "second best", "held-out accuracy, %"]
+    rows = []
+    for key, choice in choices.entries.items():
+        if choice.chosen is not None:
+            tried = choice.rounds[0]["tried"]
+            tuned = [name for name in choice.chosen if len({one[name] for one in tried}) > 1]
+            cells = [key.dataset, titles[key.arm], key.schedule]
+            for one in _ranked(choice.rounds[-1])[:2]:
+                numbers = ", ".join(f"{name.replace('_', ' ')} {one[name]:g}" for name in tuned)
+                cells += [numbers, "–" if one["accuracy"] is None else f"{100 * one['accuracy']:.1f}"]
+            rows.append(cells + (len(head) - len(cells)) * ["–"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])

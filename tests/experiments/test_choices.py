@@ -18,7 +18,7 @@ from experiments.sobolev_cifar.command import RESULTS, SCHEDULES, is_done, main
 from experiments.sobolev_cifar.record import Name, Point, Record, load_all
 from experiments.sobolev_cifar.scheduler import Place
 from experiments.sobolev_cifar.training import Job, Setup
-from experiments.sobolev_cifar.tuning import Choice, Choices, Round, Search, Tuning, TuningKey
+from experiments.sobolev_cifar.tuning import Choice, Choices, Round, Search, Tuning, TuningKey, table
 from tests.experiments.tiny import MACHINE, SIZES, TINY, Ample
 
 SGD = TuningKey("cifar10", "sgd", "tenths")
@@ -45,6 +45,17 @@ def test_the_grids_have_what_was_chosen_before_not_at_their_edge() -> None:
         (before,) = choice.before
         assert before.chosen is not None
         assert Search(CIFAR10, "", TENTHS, name, candidates).edges(before.chosen) == ""
+
+
+def test_the_table_has_what_was_tuned_and_the_two_best_of_the_last_round() -> None:
+    def tried(lr: float, accuracy: float | None) -> dict[str, float | None]:
+        return {"lr": lr, "momentum": 0.9, "accuracy": accuracy}
+
+    first = {"tried": [tried(0.1, 0.2), tried(0.2, 0.3), tried(0.3, 0.1)]}
+    rounds = first, {"tried": [tried(0.1, 0.5), tried(0.2, None)]}
+    done, open_one = Choice(rounds, chosen={"lr": 0.1, "momentum": 0.9}), Choice(rounds[:1])
+    found = table(Choices({SGD: done, replace(SGD, schedule="fifths"): open_one}), {"sgd": "SGD"})
+    assert found.splitlines()[2:] == ["| cifar10 | SGD | tenths | lr 0.1 | 50.0 | lr 0.2 | – |"]
 
 
 def test_a_choice_at_the_edge_of_its_grid_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

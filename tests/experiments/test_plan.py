@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.sobolev_cifar import command
-from experiments.sobolev_cifar.arms import ARMS
+from experiments.sobolev_cifar.arms import ARMS, AdamW
 from experiments.sobolev_cifar.command import main
 from experiments.sobolev_cifar.plan import BETTER, Planned, plan
 from experiments.sobolev_cifar.record import Name, Record, load_all
@@ -65,12 +65,12 @@ def test_workers_that_wait_for_a_search_run_what_needs_none_and_searches_of_a_pa
     runs: list[list[str]] = []
     trials: list[set[str]] = []
 
-    def performed(tasks: Sequence[Task], workers: int, budget: Budget, enough: float = 0.0) -> list[Record]:
+    def performed(tasks: Sequence[Task], workers: int, budget: Budget) -> list[Record]:
         if all(task.setup.part.held_out == 0 for task in tasks):
             runs.append([task.job.key for task in tasks])
         else:
             trials.append({task.job.arm.name for task in tasks})
-        return perform_all(tasks, 1, budget, enough)
+        return perform_all(tasks, 1, budget)
 
     monkeypatch.setattr(command, "perform_all", performed)
     monkeypatch.setattr("experiments.sobolev_cifar.tuning.perform_all", performed)
@@ -85,6 +85,31 @@ def test_workers_that_wait_for_a_search_run_what_needs_none_and_searches_of_a_pa
     last = [name.key for name in (*tuned, later)]
     assert runs == ([[first.key], [], last] if done else [[first.key, later.key], last[:2]])
     assert trials == [{"sgd", "adamw"}, {"sgd", "adamw"}]  # two rounds
+
+
+def test_a_search_that_fails_stops_no_run_that_needs_none_and_no_other_search(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW's optimizer raises; SGD is tuned beside it and run, and so is K-FAC, which comes later."""
+    runs = {arm: Name("cifar10", "fifths", arm, 0) for arm in ("adamw", "sgd", "amari")}
+    parts = [Planned("tuned", runs["adamw"]), Planned("tuned", runs["sgd"]), Planned("last", runs["amari"])]
+    monkeypatch.setattr(command, "plan", lambda: parts)
+    monkeypatch.setattr(AdamW, "optimizer", lambda *_: 1 / 0)
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    tuning = ["--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
+    with pytest.raises(SystemExit, match=r"12 of 28 runs failed\ncifar10-fifths-adamw-1000: (.|\n)*ZeroDivisionError"):
+        main([*places, *TINY, *tuning, "--queue"])
+    assert [record.name for record in load_all([folder / "results"])] == [runs["amari"], runs["sgd"]]
+
+
+def test_a_trial_needs_its_share_of_the_time_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs are expected to take 200 seconds and there are 150: a trial of one epoch is begun, a run is not."""
+    monkeypatch.setattr(command, "plan", lambda: [Planned("all", Name("cifar10", "fifths", "sgd", 0))])
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    tuning = ["--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
+    main([*places, *TINY, *tuning, "--queue", "--seconds", "150", "--enough", "200"])
+    assert "chosen" in json.loads((folder / "results" / "tuned.json").read_text())["cifar10"]["sgd"]["fifths"]
+    assert load_all([folder / "out"]) == []
 
 
 def test_a_run_whose_images_are_not_there_stops_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_the_claim_is_decided_by_the_seeds_of_the_protocol_and_a_seed_counts_onc
     assert claim.relative == pytest.approx((-0.1, -0.1 - half / 2, -0.1 + half / 2))
     first, second = verdict.sentences(runs)
     assert "CIFAR-10 has not been run" in first
-    assert "learns faster than K-FAC, perhaps clearly on CIFAR-100" in first
+    assert "lowers the training loss faster than K-FAC, perhaps clearly on CIFAR-100" in first
     assert "; CIFAR-100 −10.0 % [" in verdict.numbers(runs)
     assert "the control has not been run" in second
     assert first.count(". ") + second.count(". ") == 0  # two sentences
@@ -87,8 +88,11 @@ def test_data_sets_with_the_same_answer_share_a_clause(tmp_path: Path) -> None:
         return verdict.sentences(found(records, tmp_path))[0]
 
     both, two = sentence(1.8), sentence(2.2)
-    assert "learns clearly faster than K-FAC on CIFAR-10 and CIFAR-100, and the final" in both
-    assert "learns clearly faster than K-FAC on CIFAR-10 and more slowly than K-FAC on CIFAR-100, and" in two
+    assert "lowers the training loss clearly faster than K-FAC on CIFAR-10 and CIFAR-100, and the final" in both
+    assert (
+        "lowers the training loss clearly faster than K-FAC on CIFAR-10 and more slowly than K-FAC on CIFAR-100, and"
+        in two
+    )
 
 
 def test_a_part_of_the_seeds_is_called_preliminary_and_other_commits_are_marked(tmp_path: Path) -> None:
@@ -121,6 +125,59 @@ def test_the_control_tells_whether_geometry_matters(control: float, words: str, 
     assert ("worse on CIFAR-10 and CIFAR-100, so" if words == "worse" else "; it does worse on CIFAR-100, so") in both
 
 
+def curves(dataset: str, arm: str, losses: Sequence[Sequence[float]]) -> list[Record]:
+    """Runs with these training losses, a seed each, with both schedules; the accuracy is one minus a tenth of it."""
+    return [
+        Record(
+            Name(dataset, schedule, arm, seed),
+            SIZES,
+            MACHINE,
+            [Point(e + 1, loss, 2 * loss, 1 - loss / 10, 1.0, 1) for e, loss in enumerate(values)],
+            finished=True,
+            diverged=False,
+            commits=["a"],
+        )
+        for schedule in ("fifths", "tenths")
+        for seed, values in enumerate(losses)
+    ]
+
+
+def test_a_curve_that_is_some_epochs_ahead_has_that_lead(tmp_path: Path) -> None:
+    """Straight lines until 40 % of ten epochs; seeds lead by 0.1, 0.2, 0.3 and 0.4 epochs, by hand 0.25 ± 0.21."""
+    lines = [[5.0 - epoch for epoch in range(4)] + 6 * [1.0]] * 4
+    ahead = [[5.0 - epoch - lead for epoch in range(4)] + 6 * [1.0] for lead in (0.1, 0.2, 0.3, 0.4)]
+    runs = found([*curves("cifar100", "amari", lines), *curves("cifar100", "sobolev", ahead)], tmp_path)
+    rows = {row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in verdict.robustness(runs).splitlines()}
+    half = stats.t.isf(0.025, 3) * np.std([0.1, 0.2, 0.3, 0.4], ddof=1) / 2
+    assert rows["… as a lead in epochs"] == ["not run yet", f"+0.25 [+{0.25 - half:.2f}, +{0.25 + half:.2f}] |"]
+    # Relative to K-FAC's mean of 3.5; in the last of these epochs relative to 2; accuracies in points, a tenth of it.
+    assert rows["training loss, mean of epochs to 40 %: the primary endpoint"][1].startswith("−7.1 % [")
+    assert rows["training loss in the last of these epochs"][1].startswith("−12.5 % [")
+    assert rows["test loss, mean of epochs to 40 %"][1].startswith("−7.1 % [")
+    assert rows["test accuracy, mean of epochs to 40 %, points"][1].startswith("+2.50 [")
+    assert rows["test accuracy, mean of the epochs after 40 %, points"][1] == "+0.00 [+0.00, +0.00] |"
+    low, high = (f"−{100 * (0.25 + side * half) / 3.5:.1f}" for side in (1, -1))  # K-FAC's seeds are all equal
+    assert rows["… not paired within seeds"][1] == f"−7.1 % [{low}, {high}] |"
+
+
+def test_runs_that_name_no_commit_are_marked(tmp_path: Path) -> None:
+    nameless = [
+        replace(run, commits=[])
+        for arm, losses in (("amari", [2.0, 2.1]), ("sobolev", [1.8, 1.7]))
+        for run in runs_of("cifar100", arm, losses, [0, 1])
+    ]
+    assert "] † |" in verdict.endpoints(found(nameless, tmp_path))
+
+
+def test_seeds_that_do_not_decide_have_intervals_of_95_per_cent(tmp_path: Path) -> None:
+    """Differences −0.2, −0.3, −0.1, −0.2, −0.2, of which the first four decide on CIFAR-100."""
+    kfac = runs_of("cifar100", "amari", [2.0] * 5, [0, 1, 2, 3, 7])
+    ours = runs_of("cifar100", "sobolev", [1.8, 1.7, 1.9, 1.8, 1.8], [0, 1, 2, 3, 7])
+    table = verdict.endpoints(found([*kfac, *ours], tmp_path))
+    half = stats.t.isf(0.025, 4) * np.std([0.2, 0.3, 0.1, 0.2, 0.2], ddof=1) / math.sqrt(5)
+    assert f"| −0.2000 [−{0.2 + half:.4f}, −{0.2 - half:.4f}] |" in table
+
+
 def test_the_power_is_that_of_simulated_experiments() -> None:
     draws = np.random.default_rng(0).normal(verdict.detectable(5, 0.975), 1.0, (20_000, 5))
     t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(5))
@@ -150,6 +207,7 @@ def test_what_is_not_run_is_said_everywhere_and_the_page_is_that_of_the_record(t
         ("numbers", verdict.numbers(Runs(groups))),
         ("endpoints", verdict.endpoints(Runs(groups))),
         ("questions", verdict.questions(Runs(groups))),
+        ("robustness", verdict.robustness(Runs(groups))),
         ("figures", verdict.figures(Runs(groups))),
     ):
         assert (RESULTS / f"{name}.md").read_text().strip() == text, f"{name}.md: run --report again"

@@ -1,0 +1,37 @@
+"""What a permutation of the images cannot change in the coupling of examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.cifar import CIFAR10
+from experiments.sobolev_cifar.command import main
+from experiments.sobolev_cifar.kernel import exchangeable
+from tests.experiments.test_cifar import images, write_archive
+
+
+def test_the_exchangeable_part_is_the_mean_over_all_permutations_and_the_rest_is_orthogonal_to_it() -> None:
+    torch.manual_seed(0)
+    C = torch.randn(4, 4, dtype=torch.float64)
+    C = C @ C.T
+    orders = torch.cartesian_prod(*4 * [torch.arange(4)])
+    orders = orders[[len(set(order.tolist())) == 4 for order in orders]]
+    mean = torch.stack([C[order][:, order] for order in orders]).mean(0)
+    torch.testing.assert_close(exchangeable(C), mean)
+    assert float(((C - mean) * mean).sum()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_command_measures_batches_of_the_training(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_archive(tmp_path / "data", images(CIFAR10, 64))
+    places = ["--data", f"{tmp_path}/data", "--out", f"{tmp_path}/out", "--results", f"{tmp_path}"]
+    main([*places, "--kernel", "--batch", "16", "--device", "cpu"])
+    (found,) = json.loads((tmp_path / "kernel.json").read_text())
+    assert (found["dataset"], found["batch"], found["batches"]) == ("cifar10", 16, 4)
+    assert 0 < found["kept"] < 1
+    assert 0 < found["along_the_mean"] < found["diagonal"]
+    assert "| CIFAR-10 | " in (tmp_path / "kernel.md").read_text()
