@@ -21,6 +21,7 @@ from natgrad.solve import Solver
 _SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
 _BETAS, _EPS = (0.9, 0.999), 1e-8  # of AdamW
 LENGTHSCALE = 20.0  # of the kernel, on normalised pixels
+_APART = 3.889720  # in units of it: (1 + r)e⁻ʳ = 0.1, the mean of K over two images (--kernel)
 
 
 class Schedule(ABC):
@@ -117,6 +118,16 @@ def permuted(x: Tensor) -> Tensor:
     tensor([[3., 1., 2.]])
     """
     return x.roll(1, 0)
+
+
+def equidistant(x: Tensor) -> Tensor:
+    """Points that are all as far from each other as two images are on average: K = 0.9 I + 0.1 · 11ᵀ of any images.
+
+    >>> ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE, features=equidistant).gram(torch.zeros(2, 3), 2)
+    tensor([[1.0000, 0.1000],
+            [0.1000, 1.0000]], dtype=torch.float64)
+    """
+    return torch.eye(len(x), dtype=x.dtype, device=x.device) * (_APART * LENGTHSCALE / math.sqrt(2))
 
 
 class Config(ABC):
@@ -226,8 +237,9 @@ def _numbers_of(metric: ng.OutputMetric) -> dict[str, float]:
         return _numbers_of(metric.sobolev) | {"independent": True} | unmatched
     if isinstance(metric, ng.Sobolev):
         numbers = {name: getattr(metric, name) for name in ("nu", "lengthscale", "jitter")}
-        other = {"permuted": True} if metric.features is permuted else {}
-        if metric.features in (None, permuted) and all(isinstance(number, float) for number in numbers.values()):
+        names = {permuted: "permuted", equidistant: "equidistant"}
+        other = {names[metric.features]: True} if metric.features in names else {}
+        if (metric.features is None or other) and all(isinstance(number, float) for number in numbers.values()):
             return numbers | {"independent": False} | other | _numbers_of(metric.base)
     if isinstance(metric, ng.Fisher) and isinstance(metric.family, ng.Categorical) and metric.samples is not None:
         return {"samples": metric.samples}
@@ -329,6 +341,11 @@ def control() -> KFAC:
     return KFAC("permuted", ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE, features=permuted))
 
 
+def without_images() -> KFAC:
+    """Sobolev K-FAC with the kernel matrix of equidistant points, which depends on no image."""
+    return KFAC("equidistant", ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE, features=equidistant))
+
+
 def amari_scaled() -> KFAC:
     """The baseline with scaled inputs: "baseline_scale" of the paper with tenths, "baseline_lr_scale" with fifths."""
     return replace(amari(), name="amari_scaled", divisor=LENGTHSCALE)
@@ -387,5 +404,6 @@ _ALL = (
     ),
     Arm("AdamW, tuned", tuple(AdamW(lr, wd) for lr in (1e-3, 3e-4, 1e-4) for wd in (8.0, 2.0, 0.5, 0.1))),
     Arm("ng.Natural, tuned", tuple(Natural(lr, wd) for lr in (1e-2, 3e-3, 1e-3) for wd in (1.0, 0.3, 0.1, 0.03))),
+    Arm("Sobolev K-FAC of equidistant points (control)", (without_images(),)),
 )
 ARMS: Mapping[str, Arm] = {arm.name: arm for arm in _ALL}

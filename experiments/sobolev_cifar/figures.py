@@ -18,7 +18,7 @@ from experiments.sobolev_cifar.report import ORDER, TITLES, Group, before_decay
 from experiments.sobolev_cifar.verdict import CLEAR, NAMES
 
 # The arms of the figures of one schedule, and curves of the paper's figures: 1 and 2, 3 and 4.
-_SHOWN = ("amari", "sobolev", "independent", "permuted", "sgd", "adamw", "natural")
+_SHOWN = ("amari", "sobolev", "independent", "permuted", "equidistant", "sgd", "adamw", "natural")
 _PAPER_FIGURES = {
     "paper": (("amari", "tenths"), ("sobolev", "fifths"), ("literal", "fifths")),
     "baselines": (("amari", "tenths"), ("amari", "fifths"), ("amari_scaled", "tenths"), ("amari_scaled", "fifths")),
@@ -120,10 +120,10 @@ def _legend(figure: Figure, axis: Axes, title: str, columns: int) -> None:
 
 
 def _leads(found: Sequence[Group], dataset: str) -> list[Pair]:
-    """Sobolev K-FAC and the control, each beside K-FAC with the same schedules."""
+    """Sobolev K-FAC and the controls, each beside K-FAC with the same schedules."""
     by_key = {(group.arm, group.schedule): group for group in found if group.dataset == dataset and group.records}
     pairs = []
-    for arm in ("sobolev", "permuted"):
+    for arm in ("sobolev", "permuted", "equidistant"):
         common = [schedule for one, schedule in by_key if one == arm and ("amari", schedule) in by_key]
         if common:
             ours, theirs = (Side(tuple(by_key[one, schedule] for schedule in common)) for one in (arm, "amari"))

@@ -27,6 +27,8 @@ _SAME = (
     *_METRICS,
     ("sobolev", "permuted"),
     ("permuted", "amari"),
+    ("sobolev", "equidistant"),
+    ("equidistant", "amari"),
     ("literal", "amari_scaled"),
     ("literal", "sobolev"),
     ("amari_scaled", "amari"),
@@ -36,9 +38,9 @@ _SAME = (
     ("amari", "adamw"),
     ("amari", "natural"),
 )
-_VARIANTS = ("sobolev", "independent", "permuted", "literal")
+_VARIANTS = ("sobolev", "independent", "permuted", "equidistant", "literal")
 _BOTH = tuple(dict.fromkeys(PAPER.values()))  # schedules
-_REACHING = ("amari", "sobolev", "independent", "permuted", "literal", "sgd", "adamw", "natural")
+_REACHING = ("amari", "sobolev", "independent", "permuted", "equidistant", "literal", "sgd", "adamw", "natural")
 _RIVALS = ("amari", "sgd", "adamw")  # their final levels are to be reached
 
 

@@ -55,6 +55,7 @@ def _parts() -> Mapping[str, list[Name]]:
         "exact damping": [*_runs("cifar10", ("fifths",), ("amari_exact", "sobolev_exact"), range(3, 6))],
         "tuned K-FAC": [*_runs("cifar10", ("fifths",), ("amari_tuned", "sobolev_tuned"), later)],
         "control on CIFAR-100": [*_runs("cifar100", ("fifths",), ("permuted",), four)],
+        "control without images": [*_runs("cifar10", ("fifths",), ("equidistant",), later)],
     }
 
 

@@ -431,6 +431,9 @@ def _questions() -> Iterator[tuple[str, str, tuple[str, tuple[str, ...]], tuple[
             for schedule in BOTH:
                 yield f"K-FAC less {TITLES[rival]}", dataset, ("amari", (schedule,)), (rival, (schedule,))
     ten = "cifar10"
+    without = ("equidistant", fifths)
+    yield "Is it more than the mean of a batch? Sobolev less equidistant points", ten, ("sobolev", fifths), without
+    yield "What comes without any image? Equidistant points less K-FAC", ten, without, ("amari", fifths)
     yield "The comparison of the paper, to its letter", ten, ("literal", fifths), ("amari", tenths)
     yield "The letter, with the schedule and inputs of both", ten, ("literal", fifths), ("amari_scaled", fifths)
     yield "The letter less our Sobolev", ten, ("literal", fifths), ("sobolev", fifths)

@@ -82,6 +82,7 @@ def test_all_that_changes_a_run_is_in_its_settings_and_its_pace_is_not(other: di
         arms.amari().exactly_damped(),
         arms.independent(),
         arms.control(),
+        arms.without_images(),
         arms.amari_scaled(),
         arms.literal(),
         replace(arms.independent(), metric=arms.Independent(arms.sobolev().metric, matched=False)),  # type: ignore[arg-type]

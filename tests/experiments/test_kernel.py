@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import natgrad as ng
 from experiments.cifar import CIFAR10
+from experiments.sobolev_cifar.arms import without_images
 from experiments.sobolev_cifar.command import main
 from experiments.sobolev_cifar.kernel import exchangeable
 from tests.experiments.test_cifar import images, write_archive
@@ -23,6 +25,14 @@ def test_the_exchangeable_part_is_the_mean_over_all_permutations_and_the_rest_is
     mean = torch.stack([C[order][:, order] for order in orders]).mean(0)
     torch.testing.assert_close(exchangeable(C), mean)
     assert float(((C - mean) * mean).sum()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_kernel_of_equidistant_points_is_exchangeable_and_depends_on_no_image() -> None:
+    metric = without_images().metric
+    assert isinstance(metric, ng.Sobolev)
+    one, other = (metric.gram(torch.randn(5, 3, 4, 4, dtype=torch.float64), 5) for _ in range(2))
+    torch.testing.assert_close(one, other)
+    torch.testing.assert_close(one, 0.9 * torch.eye(5, dtype=torch.float64) + 0.1, rtol=1e-5, atol=0.0)
 
 
 def test_the_command_measures_batches_of_the_training(tmp_path: Path) -> None:

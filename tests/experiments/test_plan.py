@@ -23,13 +23,13 @@ PROTOCOL = Path(command.__file__).with_name("protocol.md")
 
 def test_the_plan_has_the_runs_of_the_protocol_in_its_order() -> None:
     counts = Counter(run.part for run in plan())
-    assert list(counts.values()) == [16, 12, 12, 12, 8, 8, 6, 8, 4]
+    assert list(counts.values()) == [16, 12, 12, 12, 8, 8, 6, 8, 4, 4]
     text = PROTOCOL.read_text()
     assert all(f"`{run.name.arm}`" in text for run in plan())
     assert all(run.name.arm in ARMS for run in plan())
     assert len({run.name for run in plan()}) == sum(counts.values())
     for run in plan():  # both sides of a pair are planned with the same seeds
-        if run.name.arm in ("permuted", "sobolev", "literal"):
+        if run.name.arm in ("permuted", "equidistant", "sobolev", "literal"):
             assert Name(run.name.dataset, run.name.schedule, "amari", run.name.seed) in {one.name for one in plan()}
 
 

@@ -47,7 +47,10 @@ OFTEN = arms.Constants(metric_every=2, inverse_every=3)  # and in the second epo
 @pytest.mark.parametrize(
     "arm",
     [
-        *(replace(arm, constants=OFTEN) for arm in (arms.amari(), arms.sobolev(), arms.control(), arms.literal())),
+        *(
+            replace(arm, constants=OFTEN)
+            for arm in (arms.amari(), arms.sobolev(), arms.control(), arms.without_images(), arms.literal())
+        ),
         replace(arms.sobolev().exactly_damped(), constants=OFTEN),
         arms.Natural(1e-2, 0.1),
     ],
