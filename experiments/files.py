@@ -1,11 +1,11 @@
-"""Atomic writes: a file is complete or absent, whenever the program is killed."""
+"""Files of results: written whole or not at all, whenever the program is killed; the commit; JSON and Markdown."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +34,17 @@ def commit() -> str:
         raise SystemExit(
             "results name the commit that they were made with: git tells none, so give --commit"
         ) from error
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells.
+
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from experiments.files import markdown_table
 from experiments.regression_configs import (
     CONFIGS,
     LENGTHSCALES,
@@ -189,7 +190,7 @@ def _errors(contest: dict[str, Any]) -> str:
         ratios = [f"{o['ratio']:.2f} ± {o['ratio'] * o['error']:.2f}" for o in over]
         won = ", ".join(str(o["won"]) for o in over)
         rows.append([problem, *arms, *ratios, f"{won} of {cell['splits']}"])
-    return _markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 def _steps(contest: dict[str, Any]) -> str:
@@ -202,7 +203,7 @@ def _steps(contest: dict[str, Any]) -> str:
         ratios = [f"{o['ratio']:.2f} ± {o['ratio'] * o['error']:.2f}" for o in over]
         settings = cell["arms"][Sobolev.title]["settings"]
         rows.append([problem, *steps, *ratios, f"{settings['nu']:g}", f"{settings['scale']:g}"])
-    return _markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 def _sweeps(sweep: dict[str, Any]) -> list[str]:
@@ -210,7 +211,7 @@ def _sweeps(sweep: dict[str, Any]) -> list[str]:
     for problem, cell in sweep.items():
         head = [f"{problem}: ν", *(f"ℓ = {scale:g}" for scale in cell["scale"])]
         rows = [[f"{nu:g}", *(f"{e:.3g}" for e in errors)] for nu, errors in zip(cell["nu"], cell["test"], strict=True)]
-        out.append(_markdown(head, rows))
+        out.append(markdown_table(head, rows))
     return out
 
 
@@ -228,9 +229,4 @@ def _confirmed(confirm: dict[str, Any]) -> str:
         for over in (cell["over"], cell["at the end"]):
             row += [f"{over['ratio']:.2f} ± {over['ratio'] * over['error']:.2f}", f"{over['won']} of {cell['splits']}"]
         rows.append(row)
-    return _markdown(head, rows)
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(head, rows)

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from experiments.cifar import CIFAR10, CIFAR100, pack
-from experiments.files import commit, write_json
+from experiments.files import commit
 from experiments.images import Part
 from experiments.sobolev_cifar import kernel, paired_stats, report, verdict
 from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
@@ -103,19 +103,21 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
     run that needs them; where fewer runs than workers are left before it, later ones that need none run beside them.
     A run or a search that fails stops no other.
     """
-    left, failed = list(plan()), []
+    left, failed = list(plan()), list[str]()
     try:
         while left:
             choices = Choices.load(args.results / TUNED_FILE)
             ready = [run for run in left if not _searches(run, choices)]
             if left[0] not in ready:
                 part = [run for run in left if run not in ready and _place(run) == _place(left[0])]
+                before = len(failed)
                 try:
                     _search(part, choices, args, setup, place, budget)
-                except SystemExit as failure:
+                except (SystemExit, OSError, ValueError) as failure:  # a trial fails, or the images are not there
                     failed.append(f"{failure}")
                 choices = Choices.load(args.results / TUNED_FILE)
-                # A search that is not done now has failed, or there is no time for the rest of it.
+                if _searches(left[0], choices) and len(failed) == before:
+                    break  # there is no time for the rest of it
                 left = [run for run in left if run not in part or not _searches(run, choices)]
                 continue
             tasks, waiting = list[Task](), False
@@ -243,11 +245,16 @@ def summarise(args: argparse.Namespace) -> None:
 def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
     """Milliseconds per step of every optimizer on every set of images, one after the other in one process."""
     # The cost of a step does not depend on the learning rate: nothing need be tuned.
-    arms = [ARMS[name].candidates[-1] for name in args.arms]
+    arms, path = [ARMS[name].candidates[-1] for name in args.arms], args.results / "timing.json"
+    alone = replace(setup, pace=replace(setup.pace, workers=1))
     for what in (BENCHMARKS[name] for name in args.datasets):
-        alone = replace(setup, pace=replace(setup.pace, workers=1))
+        lost = Timing.load(path).lost(what.name, alone, args.arms)
+        if lost:
+            raise SystemExit(
+                f"{path} has times of {', '.join(lost)} on {what.name} from one measurement, which a new one replaces "
+                "as a whole: name them in --arms, too"
+            )
         found = measured(arms, alone, place.images(what, setup), args.rounds)
-        path = args.results / "timing.json"
         Timing.load(path).with_measurement(found).save(path)
         print(lines(found))
 
@@ -335,10 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.time:
         clock(args, setup, place)
     elif args.kernel:
-        batches = [kernel.described(place.images(BENCHMARKS[name], setup), args.batch) for name in args.datasets]
-        write_json(args.results / "kernel.json", batches)
-        (args.results / "kernel.md").write_text(kernel.table(batches) + "\n")
-        print(kernel.table(batches))
+        new = [kernel.described(place.images(BENCHMARKS[name], setup), args.batch) for name in args.datasets]
+        print(kernel.save(new, args.results))
     elif args.report:
         summarise(args)
         found = report.groups(load_all([args.results]), args.results / "timing.json")

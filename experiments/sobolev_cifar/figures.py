@@ -59,10 +59,10 @@ def draw(found: Sequence[Group], results: Path) -> list[Path]:
 
 def _save(figure: Figure, path: Path) -> None:
     text = io.StringIO()
-    # Equal figures are equal files; hundredths of a point are seen by nobody.
+    # Equal figures are equal files; hundredths of a point are seen by nobody, but labels keep their digits.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
-    path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", text.getvalue()))
+    path.write_text(re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text.getvalue()))
 
 
 def _colour(arm: str) -> str:
@@ -108,15 +108,17 @@ def _curves(found: Sequence[Group], title: str, *, seconds: bool) -> Figure:
     axes[1][0].set_ylabel("test accuracy, %")
     end = max(group.accuracy.mean[-1] for group in found)
     axes[1][0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
-    _legend(figure, axes[0][0], "mean ± standard deviation (seeds)", columns=2 if seconds else 1)
+    _legend(figure, "mean ± standard deviation (seeds)", columns=2 if seconds else 1)
     figure.suptitle(title)
     return figure
 
 
-def _legend(figure: Figure, axis: Axes, title: str, columns: int) -> None:
-    """Below the axes: inside it would hide curves."""
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", title=title)
+def _legend(figure: Figure, title: str, columns: int) -> None:
+    """Of all axes, below them: inside it would hide curves."""
+    known: dict[str, Any] = {}
+    for axis in figure.axes:
+        known |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(known.values(), known, loc="outside lower center", ncols=columns, fontsize="small", title=title)
 
 
 def _leads(found: Sequence[Group], dataset: str) -> list[Pair]:
@@ -145,7 +147,7 @@ def _lead(leads: dict[str, list[Pair]]) -> Figure:
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("training loss less that of K-FAC, %")
     figure.suptitle("How far ahead of K-FAC? Below zero is better")
-    _legend(figure, axes[0], "mean, 95 % interval of every epoch, thin: seeds", columns=4)
+    _legend(figure, "mean, 95 % interval of every epoch, thin: seeds", columns=4)
     return figure
 
 

@@ -6,13 +6,17 @@ the nearest such matrix. Where b < 0, the part that stays weighs the mean of a b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.files import markdown_table, write_json
 from experiments.images import Feed, Images, Scale
 from experiments.sobolev_cifar.arms import sobolev
 from experiments.sobolev_cifar.verdict import NAMES
@@ -37,43 +41,41 @@ def described(images: Images, batch: int, batches: int = 50) -> dict[str, Any]:
     metric = sobolev().metric
     assert isinstance(metric, Sobolev)
     feed = Feed.of(images.train, Scale.of(images.train), batch, torch.Generator().manual_seed(0))
-    rows = [_numbers(metric.gram(x, batch)) for (x, _), _ in zip(feed.epoch(), range(batches), strict=False)]
+    rows = [_numbers(metric.gram(x, batch)) for x, _ in islice(feed.epoch(), batches)]
     means = {name: float(f"{fmean(row[name] for row in rows):.4g}") for name in rows[0]}
     return {"dataset": images.name, "batch": batch, "batches": len(rows), **means}
 
 
 def _numbers(K: Tensor) -> dict[str, float]:
     C, one = torch.linalg.inv(K), K.new_ones(len(K))
-    top = torch.linalg.eigh(K).eigenvectors[:, -1]
     kept = exchangeable(C)
     return {
         "similarity": float((K.sum() - K.trace()) / (len(K) * (len(K) - 1))),
         "diagonal": float(C.diagonal().mean()),
         "along_the_mean": float(one @ C @ one / len(K)),
         "kept": float(kept.square().sum() / C.square().sum()),
-        "mean_in_top": float((one @ top).square() / len(K)),
     }
+
+
+def save(new: Sequence[dict[str, Any]], results: Path) -> str:
+    """``kernel.json`` and ``kernel.md``; data sets that are not measured again stay. The table is returned."""
+    path = results / "kernel.json"
+    before = json.loads(path.read_text()) if path.exists() else []
+    every = {one["dataset"]: one for one in [*before, *new]}
+    write_json(path, list(every.values()))
+    text = table(list(every.values()))
+    (results / "kernel.md").write_text(text + "\n")
+    return text
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """A Markdown table."""
-    head = [
-        "images",
-        "mean of K, two images",
-        "mean diagonal of K⁻¹",
-        "1ᵀK⁻¹1/n",
-        "share of the nearest aI + b11ᵀ in ‖K⁻¹‖²",
-        "share of 1 in the first eigenvector of K",
-    ]
-    rows = [
-        [
-            NAMES[one["dataset"]],
-            f"{one['similarity']:.2f}",
-            f"{one['diagonal']:.2f}",
-            f"{one['along_the_mean']:.2f}",
-            f"{one['kept']:.0%}".replace("%", " %"),
-            f"{one['mean_in_top']:.0%}".replace("%", " %"),
-        ]
-        for one in found
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    head = ["images", "mean of K, two images", "mean diagonal of K⁻¹", "1ᵀK⁻¹1/n"]
+    names = "similarity", "diagonal", "along_the_mean"
+    return markdown_table(
+        [*head, "share of the nearest aI + b11ᵀ in ‖K⁻¹‖²"],
+        (
+            [NAMES[one["dataset"]], *(f"{one[name]:.2f}" for name in names), f"{100 * one['kept']:.0f} %"]
+            for one in found
+        ),
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, final
 
 from scipy import stats
 
-from experiments.files import write_json
+from experiments.files import markdown_table, write_json
 from experiments.sobolev_cifar.record import Point, Record
 from experiments.sobolev_cifar.report import PAPER, TITLES, Group, before_decay
 
@@ -119,6 +119,16 @@ def signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
+def bracketed(ends: Iterable[float], digits: int, unit: str = "") -> str:
+    """A mean and its interval.
+
+    >>> bracketed((-1.0, -2.0, 0.0), 1, " %")
+    '−1.0 % [−2.0, +0.0]'
+    """
+    mean, low, high = (signed(value, digits) for value in ends)
+    return f"{mean}{unit} [{low}, {high}]"
+
+
 @final
 @dataclass(frozen=True)
 class Quantity:
@@ -131,9 +141,8 @@ class Quantity:
 
     def cell(self, paired: Paired) -> str:
         """Mean, 95 % interval, and p of the t-test."""
-        ends = (paired.mean, paired.mean - paired.margin, paired.mean + paired.margin)
-        mean, low, high = (signed(value, self.digits) for value in ends)
-        return f"{mean} [{low}, {high}], p {paired.p:.2g}"
+        ends = paired.mean, paired.mean - paired.margin, paired.mean + paired.margin
+        return f"{bracketed(ends, self.digits)}, p {paired.p:.2g}"
 
 
 QUANTITIES = (
@@ -215,12 +224,11 @@ class Pair:
         numbers = {q.name: {**self.paired(q).columns(), "of_second": self.of_second(q)} for q in QUANTITIES}
         return {**names, "second": [self.second.arm, self.second.schedule], "seeds": self.seeds, **numbers}
 
-    def row(self) -> str:
+    def row(self) -> list[str]:
         """A row of the table."""
         one, other = self.first, self.second
         names = [one.dataset, _label(one.schedule, other.schedule), TITLES[one.arm], TITLES[other.arm]]
-        cells = [str(len(self.seeds)), *(quantity.cell(self.paired(quantity)) for quantity in QUANTITIES)]
-        return f"| {' | '.join([*names, *cells])} |"
+        return [*names, str(len(self.seeds)), *(quantity.cell(self.paired(quantity)) for quantity in QUANTITIES)]
 
 
 def _label(one: str, other: str) -> str:
@@ -296,21 +304,21 @@ class Level:
         saved = {group.arm: list(self.saved(group).values()) for group in found}
         return {**names, "quantity": self.title, "epochs": epochs, "seconds": seconds, "saved": saved}
 
-    def row(self, found: Sequence[Group], arms: Sequence[str]) -> str:
+    def row(self, found: Sequence[Group], arms: Sequence[str]) -> list[str]:
         """A row of the table."""
         columns = self.columns(found)
         epochs, seconds = columns["epochs"], columns["seconds"]
         clock = {arm: f"{seconds[arm]:.0f} s" if arm in seconds else "–" for arm in arms}
         cells = [f"{epochs[arm]}, {clock[arm]}" if epochs.get(arm) else "–" for arm in arms]
         end = f"{TITLES[self.rival.arm]}: {self.title} {self.shown(self.curve(self.rival)[-1])}"
-        return f"| {self.rival.dataset} | {self.label} | {end} | {' | '.join(cells)} |"
+        return [self.rival.dataset, self.label, end, *cells]
 
-    def saved_row(self, found: Sequence[Group], arms: Sequence[str]) -> str:
+    def saved_row(self, found: Sequence[Group], arms: Sequence[str]) -> list[str]:
         """Epochs saved, seed by seed."""
         by_arm = self.columns(found)["saved"]
-        cells = [", ".join(_signed(saved) for saved in by_arm.get(arm, [])) or "–" for arm in arms]
+        cells = [", ".join(epochs_saved(saved) for saved in by_arm.get(arm, [])) or "–" for arm in arms]
         end = f"{TITLES[self.rival.arm]}: {self.title}"
-        return f"| {self.rival.dataset} | {self.label} | {end} | {' | '.join(cells)} |"
+        return [self.rival.dataset, self.label, end, *cells]
 
 
 def _first(curve: Sequence[float], end: float) -> int | None:
@@ -318,7 +326,12 @@ def _first(curve: Sequence[float], end: float) -> int | None:
     return next((e + 1 for e, value in enumerate(curve) if value >= end), None)
 
 
-def _signed(saved: int | None) -> str:
+def epochs_saved(saved: int | None) -> str:
+    """In words.
+
+    >>> epochs_saved(-3), epochs_saved(None)
+    ('−3', 'never')
+    """
     return "never" if saved is None else f"{saved}".replace("-", "−")
 
 
@@ -358,7 +371,7 @@ def levels(found: Sequence[Group]) -> list[Level]:
 def table(found: Sequence[Group]) -> str:
     """The pairs as a Markdown table."""
     head = ["images", "schedule", "optimizer", "less", "seeds", *(quantity.title for quantity in QUANTITIES)]
-    return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *(pair.row() for pair in pairs(found))])
+    return markdown_table(head, (pair.row() for pair in pairs(found)))
 
 
 def reached(found: Sequence[Group]) -> str:
@@ -366,7 +379,7 @@ def reached(found: Sequence[Group]) -> str:
     arms = [arm for arm in _REACHING if any(group.arm == arm for group in found)]
     head = ["images", "schedule", "the end of", *(TITLES[arm] for arm in arms)]
     rows = [level.row(_beside(level, found), arms) for level in levels(found)]
-    return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *rows])
+    return markdown_table(head, rows)
 
 
 def saved(found: Sequence[Group]) -> str:
@@ -378,7 +391,7 @@ def saved(found: Sequence[Group]) -> str:
     head = ["images", "schedule", "the end of", *(TITLES[arm] for arm in variants)]
     of_kfac = [level for level in levels(found) if level.rival.arm == "amari"]
     rows = [level.saved_row(_beside(level, found), variants) for level in of_kfac]
-    return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *rows])
+    return markdown_table(head, rows)
 
 
 def _beside(level: Level, found: Sequence[Group]) -> list[Group]:

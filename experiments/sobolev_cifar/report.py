@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from experiments.files import write_json
+from experiments.files import markdown_table, write_json
 from experiments.sobolev_cifar.arms import ARMS
 from experiments.sobolev_cifar.record import Point, Record
 from experiments.sobolev_cifar.timing import Timing
@@ -110,12 +110,12 @@ class Group:
             "seconds_an_epoch_alone": self.alone,
         }
 
-    def row(self) -> str:
+    def row(self) -> list[str]:
         """A row of the table."""
-        name = f"| {self.dataset} | {self.schedule} | {TITLES[self.arm]} | {len(self.records)}"
+        name, seeds = [self.dataset, self.schedule, TITLES[self.arm]], f"{len(self.records)}"
         if not self.records:
-            return f"{name} (all {self.diverged} diverged) | – | – | – | – | – |"
-        name += f" ({self.diverged} diverged)" if self.diverged else ""
+            return [*name, f"{seeds} (all {self.diverged} diverged)", *5 * ["–"]]
+        seeds += f" ({self.diverged} diverged)" if self.diverged else ""
         loss, accuracy = self.loss, self.accuracy
         early = before_decay(len(loss.mean))
         best = [100 * max(point.test_accuracy for point in record.history) for record in self.records]
@@ -126,7 +126,7 @@ class Group:
             f"{statistics.fmean(best):.2f}",
             "–" if self.alone is None else f"{self.alone:.2f}",
         ]
-        return f"{name} | " + " | ".join(cells) + " |"
+        return [*name, seeds, *cells]
 
 
 def groups(records: Sequence[Record], timing: Path) -> list[Group]:
@@ -151,11 +151,8 @@ def _group(record: Record) -> tuple[str, str, str]:
 
 def table(found: Sequence[Group]) -> str:
     """A Markdown table."""
-    head = (
-        "| images | schedule | optimizer | seeds | training loss at 40 % | at the end | test accuracy, % | best, % | "
-        "s an epoch (alone) |"
-    )
-    return "\n".join([head, "|" + " --- |" * 9, *(group.row() for group in found)])
+    head = ["images", "schedule", "optimizer", "seeds", "training loss at 40 %", "at the end", "test accuracy, %"]
+    return markdown_table([*head, "best, %", "s an epoch (alone)"], (group.row() for group in found))
 
 
 def save_runs(records: Sequence[Record], results: Path) -> None:

@@ -59,9 +59,11 @@ def perform_all(tasks: Sequence[Task], workers: int, budget: Budget) -> list[Rec
 
     A run that fails stops no other; failures are reported at the end.
     """
-    records, failed = [], []
     begun = [task for task in tasks if budget.allows(task.setup.duration)]
-    outcomes = _sequential(begun, budget) if workers == 1 or not begun else _parallel(begun, workers, budget)
+    if not begun:
+        return []
+    records, failed = [], []
+    outcomes = _sequential(begun, budget) if workers == 1 else _parallel(begun, workers, budget)
     for task, outcome in outcomes:
         if isinstance(outcome, BaseException):
             failed.append(f"{task.job.key}: " + "".join(traceback.format_exception(outcome)))

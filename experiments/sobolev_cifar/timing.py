@@ -1,13 +1,13 @@
 """Milliseconds per step of every optimizer on an idle device; they take turns in one process.
 
 ``timing.json`` is a list with one measurement for each combination of images, batch size, width, layout, number of
-images and machine. A new measurement replaces an old one under the same conditions if it has all of its optimizers.
+images and machine. A new measurement replaces the old one under the same conditions, and has all of its optimizers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -67,42 +67,37 @@ class Conditions:
 @final
 @dataclass(frozen=True)
 class Timing:
-    """All measurements of a file, the newest last."""
+    """All measurements of a file."""
 
-    found: Sequence[Mapping[str, Any]]
+    found: Mapping[Conditions, Mapping[str, Any]]
 
     @staticmethod
     def load(path: Path) -> Timing:
         """The measurements of a file; none if it does not exist."""
-        return Timing(json.loads(path.read_text()) if path.exists() else [])
+        every = json.loads(path.read_text()) if path.exists() else []
+        return Timing({Conditions.of(one["dataset"], one["setup"], one["machine"]): one for one in every})
+
+    def lost(self, dataset: str, setup: Setup, arms: Collection[str]) -> list[str]:
+        """The optimizers that a new measurement of these ones would drop: times of two measurements are not mixed."""
+        place = Conditions.of(dataset, setup.conditions(""), setup.describe())
+        return [arm for arm in self.found.get(place, {}).get("seconds_an_epoch", {}) if arm not in arms]
 
     def with_measurement(self, new: Mapping[str, Any]) -> Timing:
-        """A copy with one more, without measurements under the same conditions that have nothing else."""
-
-        def replaced(one: Mapping[str, Any]) -> bool:
-            return _of(one) == _of(new) and one["seconds_an_epoch"].keys() <= new["seconds_an_epoch"].keys()
-
-        return Timing([*(one for one in self.found if not replaced(one)), new])
+        """A copy with one more, which replaces a measurement under the same conditions."""
+        return Timing({**self.found, Conditions.of(new["dataset"], new["setup"], new["machine"]): new})
 
     def save(self, path: Path) -> None:
         """Write a list."""
-        write_json(path, list(self.found))
+        write_json(path, list(self.found.values()))
 
     def seconds(self, runs: Sequence[Record]) -> float | None:
-        """Seconds per epoch of these runs of one optimizer on an idle device, the newest; None if not measured."""
+        """Seconds per epoch of these runs of one optimizer on an idle device; None if not measured."""
         places = {Conditions.of(run.name.dataset, run.settings, run.machine) for run in runs}
         arms = {run.name.arm for run in runs}
         if len(places) != 1 or len(arms) != 1:
             return None
-        (place,), (arm,) = places, arms
-        found = [
-            one["seconds_an_epoch"][arm] for one in self.found if _of(one) == place and arm in one["seconds_an_epoch"]
-        ]
-        return float(found[-1]) if found else None
-
-
-def _of(measurement: Mapping[str, Any]) -> Conditions:
-    return Conditions.of(measurement["dataset"], measurement["setup"], measurement["machine"])
+        found: float | None = self.found.get(places.pop(), {}).get("seconds_an_epoch", {}).get(arms.pop())
+        return found
 
 
 def _scaled(spread: Spread, unit: float) -> dict[str, float]:

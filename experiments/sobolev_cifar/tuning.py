@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from experiments.cifar import Benchmark
-from experiments.files import write_json
+from experiments.files import markdown_table, write_json
 from experiments.sobolev_cifar.arms import Config, Schedule
 from experiments.sobolev_cifar.record import Record, load_all, longest
 from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
@@ -339,4 +339,4 @@ def table(choices: Choices, titles: Mapping[str, str]) -> str:
                 numbers = ", ".join(f"{name.replace('_', ' ')} {one[name]:g}" for name in tuned)
                 cells += [numbers, "–" if one["accuracy"] is None else f"{100 * one['accuracy']:.1f}"]
             rows.append(cells + (len(head) - len(cells)) * ["–"])
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    return markdown_table(head, rows)

@@ -56,6 +56,8 @@ def test_the_table_has_what_was_tuned_and_the_two_best_of_the_last_round() -> No
     done, open_one = Choice(rounds, chosen={"lr": 0.1, "momentum": 0.9}), Choice(rounds[:1])
     found = table(Choices({SGD: done, replace(SGD, schedule="fifths"): open_one}), {"sgd": "SGD"})
     assert found.splitlines()[2:] == ["| cifar10 | SGD | tenths | lr 0.1 | 50.0 | lr 0.2 | – |"]
+    titles = {name: arm.title for name, arm in arms.ARMS.items()}
+    assert (RESULTS / "tuned.md").read_text().strip() == table(Choices.load(RESULTS / "tuned.json"), titles)
 
 
 def test_a_choice_at_the_edge_of_its_grid_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

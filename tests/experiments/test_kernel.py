@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import torch
 import natgrad as ng
 from experiments.cifar import CIFAR10
 from experiments.sobolev_cifar.arms import without_images
-from experiments.sobolev_cifar.command import main
-from experiments.sobolev_cifar.kernel import exchangeable
+from experiments.sobolev_cifar.command import RESULTS, main
+from experiments.sobolev_cifar.kernel import exchangeable, save, table
 from tests.experiments.test_cifar import images, write_archive
 
 
@@ -42,6 +43,17 @@ def test_the_command_measures_batches_of_the_training(tmp_path: Path) -> None:
     main([*places, "--kernel", "--batch", "16", "--device", "cpu"])
     (found,) = json.loads((tmp_path / "kernel.json").read_text())
     assert (found["dataset"], found["batch"], found["batches"]) == ("cifar10", 16, 4)
-    assert 0 < found["kept"] < 1
     assert 0 < found["along_the_mean"] < found["diagonal"]
-    assert "| CIFAR-10 | " in (tmp_path / "kernel.md").read_text()
+    main([*places, "--kernel", "--batch", "2", "--device", "cpu"])
+    (found,) = json.loads((tmp_path / "kernel.json").read_text())  # measured again
+    assert found["kept"] == pytest.approx(1.0)  # two images have one coupling
+
+
+def test_images_that_are_not_measured_again_stay(tmp_path: Path) -> None:
+    def numbers(dataset: str, kept: float) -> dict[str, Any]:
+        return {"dataset": dataset, "similarity": 0.1, "diagonal": 1.25, "along_the_mean": 0.5, "kept": kept}
+
+    save([numbers("cifar10", 0.5), numbers("cifar100", 0.25)], tmp_path)
+    rows = save([numbers("cifar10", 0.75)], tmp_path).splitlines()[2:]
+    assert rows == ["| CIFAR-10 | 0.10 | 1.25 | 0.50 | 75 % |", "| CIFAR-100 | 0.10 | 1.25 | 0.50 | 25 % |"]
+    assert (RESULTS / "kernel.md").read_text().strip() == table(json.loads((RESULTS / "kernel.json").read_text()))

@@ -71,14 +71,14 @@ def test_the_papers_own_pair_is_of_two_schedules(tmp_path: Path) -> None:
     records = [run("amari", seed, [1.0], [0.5]) for seed in (0, 1)]
     records += [run("sobolev", seed, [0.9], [0.6], "fifths") for seed in (0, 1)]
     (found,) = paired_stats.pairs(report.save(records, tmp_path))
-    assert found.row().startswith("| cifar10 | fifths, tenths | Sobolev K-FAC | K-FAC (Amari) | 2 |")
+    assert found.row()[:5] == ["cifar10", "fifths, tenths", "Sobolev K-FAC", "K-FAC (Amari)", "2"]
 
 
 def test_what_the_schedule_alone_does_is_amaris_kfac_less_itself(tmp_path: Path) -> None:
     records = [run("amari", seed, [1.0], [0.5]) for seed in (0, 1)]
     records += [run("amari", seed, [0.9 - seed / 10], [0.5], "fifths") for seed in (0, 1)]
     (found,) = paired_stats.pairs(report.save(records, tmp_path))
-    assert found.row().startswith("| cifar10 | fifths, tenths | K-FAC (Amari) | K-FAC (Amari) | 2 |")
+    assert found.row()[:5] == ["cifar10", "fifths, tenths", "K-FAC (Amari)", "K-FAC (Amari)", "2"]
     assert found.columns()["loss_at_end"]["differences"] == pytest.approx([-0.1, -0.2])
 
 

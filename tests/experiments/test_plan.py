@@ -102,6 +102,18 @@ def test_a_search_that_fails_stops_no_run_that_needs_none_and_no_other_search(
     assert [record.name for record in load_all([folder / "results"])] == [runs["amari"], runs["sgd"]]
 
 
+def test_a_search_whose_images_are_not_there_stops_no_run_of_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [Name("cifar100", "fifths", "sgd", 0), Name("cifar10", "fifths", "amari", 3)]
+    monkeypatch.setattr(command, "plan", lambda: [Planned("all", name) for name in runs])
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    with pytest.raises(SystemExit, match="cifar100"):
+        main([*places, *TINY, "--queue"])
+    (found,) = load_all([folder / "results"])
+    assert found.name == runs[1]
+
+
 def test_a_trial_needs_its_share_of_the_time_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs are expected to take 200 seconds and there are 150: a trial of one epoch is begun, a run is not."""
     monkeypatch.setattr(command, "plan", lambda: [Planned("all", Name("cifar10", "fifths", "sgd", 0))])

@@ -100,7 +100,7 @@ def test_a_run_whose_loss_is_no_number_is_over_and_said_to_have_diverged(picture
     (saved,) = load_all([tmp_path])
     assert math.isnan(saved.history[-1].train_loss)
     (group,) = report.groups([saved], tmp_path / "no timing")
-    assert "all 1 diverged" in group.row()
+    assert "0 (all 1 diverged)" in group.row()
 
 
 def test_the_schedules_are_those_of_the_paper() -> None:

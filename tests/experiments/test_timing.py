@@ -13,7 +13,6 @@ from experiments.sobolev_cifar import paired_stats, report
 from experiments.sobolev_cifar.command import main
 from experiments.sobolev_cifar.figures import draw
 from experiments.sobolev_cifar.record import Name, Point, Record
-from experiments.sobolev_cifar.timing import Timing
 from tests.experiments.test_cifar import images, write_archive
 from tests.experiments.tiny import MACHINE, SIZES, TINY, write_timing
 
@@ -55,8 +54,8 @@ def test_images_without_a_measurement_have_no_seconds_in_the_tables(tmp_path: Pa
     found = report.save(records, tmp_path)
     paired_stats.save(found, tmp_path)
     ten, hundred = ([g for g in found if g.dataset == name] for name in ("cifar10", "cifar100"))
-    assert [group.row().split(" | ")[-1] for group in ten] == ["3.00 |", "4.00 |"]
-    assert [group.row().split(" | ")[-1] for group in hundred] == ["– |", "– |"]
+    assert [group.row()[-1] for group in ten] == ["3.00", "4.00"]
+    assert [group.row()[-1] for group in hundred] == ["–", "–"]
     summary = json.loads((tmp_path / "summary.json").read_text())["cifar100"]["tenths"]["amari"]
     assert summary["seconds_an_epoch_alone"] is None
     reached = (tmp_path / "reached.md").read_text()
@@ -93,13 +92,5 @@ def test_a_measurement_of_cifar100_stands_beside_that_of_cifar10(tmp_path: Path)
     first, *others = json.loads((results / "timing.json").read_text())
     assert first == before
     assert [(one["dataset"], one["setup"]["batch"]) for one in others] == [("cifar100", 32), ("cifar100", 16)]
-
-
-def test_a_measurement_of_one_optimizer_leaves_those_of_the_others() -> None:
-    def measured(**seconds: float) -> dict[str, Any]:
-        return {"dataset": "cifar10", "setup": SIZES, "machine": MACHINE, "seconds_an_epoch": seconds}
-
-    timing = Timing([measured(amari=3.0, sgd=2.0)]).with_measurement(measured(sgd=2.5))
-    assert [timing.seconds([run("cifar10", arm, 0)]) for arm in ("amari", "sgd", "adamw")] == [3.0, 2.5, None]
-    timing = timing.with_measurement(measured(amari=3.1, sgd=2.1))
-    assert [one["seconds_an_epoch"] for one in timing.found] == [{"amari": 3.1, "sgd": 2.1}]
+    with pytest.raises(SystemExit, match=r"times of amari on cifar100 .*: name them in --arms, too"):
+        main([*places, *TINY, "--time", "--rounds", "1", *what[:3], "sgd", "--batch", "16"])

@@ -99,7 +99,7 @@ def test_a_part_of_the_seeds_is_called_preliminary_and_other_commits_are_marked(
     kfac = runs_of("cifar100", "amari", [2.0, 2.1], [0, 1])
     ours = runs_of("cifar100", "sobolev", [1.8, 1.7], [0, 1], commit="b")
     table = verdict.endpoints(found([*kfac, *ours], tmp_path))
-    assert "preliminary: 2 of 4 seeds" in table
+    assert "(preliminary: 2 of 4 seeds)" in table
     assert "] † |" in table
     assert "| CIFAR-10 | primary: training loss, mean of epochs to 40 % | 3 to 7 | not run yet |" in table
 
@@ -120,7 +120,7 @@ def test_the_control_tells_whether_geometry_matters(control: float, words: str, 
         return [*ours, *runs_of(dataset, "permuted", [control - w for w in wiggle], seeds)]
 
     ten, hundred = records("cifar10", control, [3, 4, 5, 6]), records("cifar100", 2.2, [0, 1, 2, 3])
-    assert f"the method does {words} on CIFAR-10, so" in verdict.sentences(found(ten, tmp_path))[1]
+    assert f"the method does {words} on CIFAR-10, " in verdict.sentences(found(ten, tmp_path))[1]
     both = verdict.sentences(found([*ten, *hundred], tmp_path))[1]
     assert ("worse on CIFAR-10 and CIFAR-100, so" if words == "worse" else "; it does worse on CIFAR-100, so") in both
 
@@ -160,13 +160,40 @@ def test_a_curve_that_is_some_epochs_ahead_has_that_lead(tmp_path: Path) -> None
     assert rows["… not paired within seeds"][1] == f"−7.1 % [{low}, {high}] |"
 
 
+@pytest.mark.parametrize(("first", "words"), [(0.9, "it is"), (0.5, "it is not")])
+def test_the_paper_is_refuted_if_every_seed_with_fifths_is_earlier(first: float, words: str, tmp_path: Path) -> None:
+    """With tenths the baseline gets to 0.8 in its last epoch; with fifths one seed in its second, the other perhaps."""
+
+    def run(schedule: str, seed: int, accuracies: Sequence[float]) -> Record:
+        history = [Point(e + 1, 1.0 / (e + 1), 1.0, accuracy, 1.0, 1) for e, accuracy in enumerate(accuracies)]
+        return Record(Name("cifar10", schedule, "amari", seed), SIZES, MACHINE, history, finished=True, diverged=False)
+
+    tenths = [run("tenths", seed, [0.3, 0.4, 0.8]) for seed in (0, 1)]
+    fifths = [run("fifths", 0, [0.3, 0.8, 0.8]), run("fifths", 1, [0.3, first, 0.5])]
+    text = verdict.figures(found([*tenths, *fifths], tmp_path))
+    count, epochs = (2, "1, 1") if first > 0.8 else (1, "1, never")
+    assert f"final test accuracy of K-FAC with tenths earlier in {count} of 2 seeds ({epochs} epochs)" in text
+    assert "final training loss of K-FAC with tenths earlier in 0 of 2 seeds (0, 0 epochs)" in text
+    assert f"only if every seed reaches the test accuracy earlier: {words}." in text
+
+
+def test_runs_of_one_epoch_are_compared_too(tmp_path: Path) -> None:
+    runs = found(
+        [*curves("cifar100", "amari", [[2.0], [2.1]]), *curves("cifar100", "sobolev", [[1.8], [1.7]])], tmp_path
+    )
+    assert "| test accuracy, mean of the epochs after 40 %, points | not run yet | +3.00 [" in verdict.robustness(runs)
+    assert "| … as a lead in epochs | not run yet | – |" in verdict.robustness(runs)
+
+
 def test_runs_that_name_no_commit_are_marked(tmp_path: Path) -> None:
     nameless = [
         replace(run, commits=[])
         for arm, losses in (("amari", [2.0, 2.1]), ("sobolev", [1.8, 1.7]))
         for run in runs_of("cifar100", arm, losses, [0, 1])
     ]
-    assert "] † |" in verdict.endpoints(found(nameless, tmp_path))
+    runs = found(nameless, tmp_path)
+    assert "] † |" in verdict.endpoints(runs)
+    assert "] † (preliminary: 2 of 4 seeds); −5 % would be clear." in verdict.numbers(runs)
 
 
 def test_seeds_that_do_not_decide_have_intervals_of_95_per_cent(tmp_path: Path) -> None:
