@@ -48,7 +48,6 @@ from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
 from experiments.sobolev_cifar.timing import Timing, lines, measured
 from experiments.sobolev_cifar.training import Budget, Job, Pace, Setup, Until
 from experiments.sobolev_cifar.tuning import Choices, Round, Tuning, TuningKey
-from experiments.sobolev_cifar.tuning import table as tuning_table
 
 # The names on the command line.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -109,21 +108,21 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
             choices = Choices.load(args.results / TUNED_FILE)
             ready = [run for run in left if not _searches(run, choices)]
             if left[0] not in ready:
-                part = [run for run in left if run not in ready and _place(run) == _place(left[0])]
-                before = len(failed)
+                part, dataset, before = left[0].part, left[0].name.dataset, len(failed)
+                waiting = [run for run in left if run not in ready and (run.part, run.name.dataset) == (part, dataset)]
                 try:
-                    _search(part, choices, args, setup, place, budget)
+                    _search(waiting, choices, args, setup, place, budget)
                 except (SystemExit, OSError, ValueError) as failure:  # a trial fails, or the images are not there
                     failed.append(f"{failure}")
                 choices = Choices.load(args.results / TUNED_FILE)
                 if _searches(left[0], choices) and len(failed) == before:
                     break  # there is no time for the rest of it
-                left = [run for run in left if run not in part or not _searches(run, choices)]
+                left = [run for run in left if run not in waiting or not _searches(run, choices)]
                 continue
-            tasks, waiting = list[Task](), False
+            tasks, later = list[Task](), False
             for run in list(left):
-                waiting |= run not in ready  # from the first run that needs a search
-                if run in ready and (not waiting or 0 < len(tasks) < setup.pace.workers):
+                later |= run not in ready  # than the first run that needs a search
+                if run in ready and (not later or 0 < len(tasks) < setup.pace.workers):
                     tasks += _task(run, choices, args, setup, place)
                     left.remove(run)
             try:
@@ -136,11 +135,6 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
         print(f"{len(missing)} of {len(plan())} runs of the protocol are not done", *_counted(missing), sep="\n  ")
     if failed:
         raise SystemExit("\n".join(failed))
-
-
-def _place(run: Planned) -> tuple[str, str]:
-    """Runs of the same part on the same images are tuned together."""
-    return run.part, run.name.dataset
 
 
 def _task(run: Planned, choices: Choices, args: argparse.Namespace, setup: Setup, place: Place) -> list[Task]:
@@ -236,7 +230,7 @@ def summarise(args: argparse.Namespace) -> None:
     """Write all results, and print the tables."""
     found = report.save(records(args), args.results)
     paired_stats.save(found, args.results)
-    tuned = tuning_table(Choices.load(args.results / TUNED_FILE), report.TITLES)
+    tuned = Choices.load(args.results / TUNED_FILE).table(report.TITLES)
     (args.results / "tuned.md").write_text(tuned + "\n")
     print(verdict.save(found, not_done(args), args.results), end="\n\n")
     print(report.table(found), paired_stats.table(found), paired_stats.reached(found), sep="\n\n")

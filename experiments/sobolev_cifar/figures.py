@@ -12,23 +12,14 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.sobolev_cifar.paired_stats import Pair, Quantity, Side
+from experiments.sobolev_cifar.paired_stats import Pair, Quantity
+from experiments.sobolev_cifar.plan import BOTH
 from experiments.sobolev_cifar.record import Point, Record
-from experiments.sobolev_cifar.report import ORDER, TITLES, Group, before_decay
-from experiments.sobolev_cifar.verdict import CLEAR, NAMES
+from experiments.sobolev_cifar.report import NAMES, ORDER, TITLES, Group, before_decay
+from experiments.sobolev_cifar.verdict import CLEAR, PAPER_FIGURES, Runs
 
-# The arms of the figures of one schedule, and curves of the paper's figures: 1 and 2, 3 and 4.
 _SHOWN = ("amari", "sobolev", "independent", "permuted", "equidistant", "sgd", "adamw", "natural")
-_PAPER_FIGURES = {
-    "paper": (("amari", "tenths"), ("sobolev", "fifths"), ("literal", "fifths")),
-    "baselines": (("amari", "tenths"), ("amari", "fifths"), ("amari_scaled", "tenths"), ("amari_scaled", "fifths")),
-}
-_FIGURE_NUMBER = {
-    ("paper", "cifar10"): 1,
-    ("paper", "cifar100"): 2,
-    ("baselines", "cifar10"): 3,
-    ("baselines", "cifar100"): 4,
-}
+_CONTROLS = ("permuted", "equidistant")  # run with fifths
 
 
 def draw(found: Sequence[Group], results: Path) -> list[Path]:
@@ -36,21 +27,19 @@ def draw(found: Sequence[Group], results: Path) -> list[Path]:
     paths = []
     for dataset in dict.fromkeys(group.dataset for group in found):
         mine = [group for group in found if group.dataset == dataset and group.records]
-        pictures = {
-            schedule: [group for group in mine if group.schedule == schedule and group.arm in _SHOWN]
-            for schedule in dict.fromkeys(group.schedule for group in mine)
-        }
-        for name, curves in _PAPER_FIGURES.items():
-            shown = [group for group in mine if (group.arm, group.schedule) in curves]
-            if len({group.schedule for group in shown}) == 2:
-                pictures[name] = shown
-        for name, shown in pictures.items():
+        for schedule in dict.fromkeys(group.schedule for group in mine):
+            shown = [group for group in mine if group.schedule == schedule and group.arm in _SHOWN]
             if shown:
+                paths.append(results / f"{dataset}-{schedule}.svg")
+                _save(_curves(shown, f"VGG16 on {NAMES[dataset]}: {schedule}", seconds=True), paths[-1])
+        for name, number, images, curves, _ in PAPER_FIGURES:
+            keys = [(arm, schedule) for _, arm, schedule in curves]
+            shown = [group for group in mine if images == dataset and (group.arm, group.schedule) in keys]
+            if len({group.schedule for group in shown}) == 2:
                 paths.append(results / f"{dataset}-{name}.svg")
-                number = _FIGURE_NUMBER.get((name, dataset))
-                what = name if number is None else f"the curves of figure {number} of the paper"
-                _save(_curves(shown, f"VGG16 on {NAMES[dataset]}: {what}", seconds=number is None), paths[-1])
-    leads = {dataset: pairs for dataset in NAMES if (pairs := _leads(found, dataset))}
+                title = f"VGG16 on {NAMES[dataset]}: the curves of figure {number} of the paper"
+                _save(_curves(shown, title, seconds=False), paths[-1])
+    leads = {dataset: pairs for dataset in NAMES if (pairs := _leads(Runs(found), dataset))}
     if leads:
         paths.append(results / "lead.svg")
         _save(_lead(leads), paths[-1])
@@ -121,16 +110,14 @@ def _legend(figure: Figure, title: str, columns: int) -> None:
     figure.legend(known.values(), known, loc="outside lower center", ncols=columns, fontsize="small", title=title)
 
 
-def _leads(found: Sequence[Group], dataset: str) -> list[Pair]:
+def _leads(runs: Runs, dataset: str) -> list[Pair]:
     """Sobolev K-FAC and the controls, each beside K-FAC with the same schedules."""
-    by_key = {(group.arm, group.schedule): group for group in found if group.dataset == dataset and group.records}
     pairs = []
-    for arm in ("sobolev", "permuted", "equidistant"):
-        common = [schedule for one, schedule in by_key if one == arm and ("amari", schedule) in by_key]
-        if common:
-            ours, theirs = (Side(tuple(by_key[one, schedule] for schedule in common)) for one in (arm, "amari"))
+    for arm, schedules in {"sobolev": BOTH, **dict.fromkeys(_CONTROLS, ("fifths",))}.items():
+        ours, theirs = (runs.side(dataset, one, schedules) for one in (arm, "amari"))
+        if ours is not None and theirs is not None and len(ours.seeds & theirs.seeds) > 1:
             pairs.append(Pair(ours, theirs))
-    return [pair for pair in pairs if len(pair.seeds) > 1]
+    return pairs
 
 
 def _lead(leads: dict[str, list[Pair]]) -> Figure:

@@ -19,7 +19,7 @@ from torch import Tensor
 from experiments.files import markdown_table, write_json
 from experiments.images import Feed, Images, Scale
 from experiments.sobolev_cifar.arms import sobolev
-from experiments.sobolev_cifar.verdict import NAMES
+from experiments.sobolev_cifar.report import NAMES
 from natgrad import Sobolev
 
 

@@ -138,6 +138,7 @@ class Quantity:
     title: str
     of: Callable[[Record], float]
     digits: int
+    relative: bool = True  # differences are shown in per cent; False: in the unit of the quantity
 
     def cell(self, paired: Paired) -> str:
         """Mean, 95 % interval, and p of the t-test."""
@@ -154,7 +155,7 @@ QUANTITIES = (
     ),
     Quantity("loss_at_40", "at 40 %", lambda run: run.history[before_decay(len(run.history))].train_loss, 4),
     Quantity("loss_at_end", "at the end", lambda run: run.history[-1].train_loss, 4),
-    Quantity("test_accuracy", "test accuracy, %", lambda run: 100 * run.history[-1].test_accuracy, 2),
+    Quantity("test_accuracy", "test accuracy, %", lambda run: 100 * run.history[-1].test_accuracy, 2, relative=False),
 )
 
 

@@ -15,6 +15,7 @@ from experiments.sobolev_cifar.timing import Timing
 
 TITLES = {name: arm.title for name, arm in ARMS.items()}
 ORDER = tuple(TITLES)
+NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 # The schedule of each in figures 1 and 2 of Bai, Rosenberg and Xu (2022).
 PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths", "literal": "fifths"}
 

@@ -82,7 +82,7 @@ class Pace:
     save_every: int = 1  # epochs between checkpoints
     capture: Capture | None = None  # of passes that no optimizer looks at
     fuse: bool = False  # their kernels, by torch.compile
-    epoch: float = 0.0  # seconds that an epoch is expected to take, where a run is to be begun only if it can end
+    epoch_seconds: float = 0.0  # that an epoch is expected to take: a run is begun only if there is time for all
 
 
 @final
@@ -102,7 +102,7 @@ class Setup:
     @property
     def duration(self) -> float:
         """The seconds that a run is expected to take; 0 where none are given."""
-        return self.epochs * self.pace.epoch
+        return self.epochs * self.pace.epoch_seconds
 
     @property
     def precision(self) -> str:

@@ -138,6 +138,21 @@ class Choices:
         new = {TuningKey.of(record) for record in records if record.finished and self._made_with(record)}
         return longest(record for record in records if TuningKey.of(record) not in new or self._made_with(record))
 
+    def table(self, titles: Mapping[str, str]) -> str:
+        """A Markdown table: the numbers that were tuned, the best and the second best, with titles of optimizers."""
+        head = ["images", "optimizer", "schedule", "chosen", "held-out accuracy, %", "second best"]
+        rows = []
+        for key, choice in self.entries.items():
+            if choice.chosen is not None:
+                tried = choice.rounds[0]["tried"]
+                tuned = [name for name in choice.chosen if len({one[name] for one in tried}) > 1]
+                cells = [key.dataset, titles[key.arm], key.schedule]
+                for one in _ranked(choice.rounds[-1])[:2]:
+                    numbers = ", ".join(f"{name.replace('_', ' ')} {one[name]:g}" for name in tuned)
+                    cells += [numbers, "–" if one["accuracy"] is None else f"{100 * one['accuracy']:.1f}"]
+                rows.append(cells + (7 - len(cells)) * ["–"])  # a search with one finalist
+        return markdown_table([*head, "held-out accuracy, %"], rows)
+
     def _made_with(self, record: Record) -> bool:
         """Whether the run has the chosen settings."""
         return self.of(TuningKey.of(record)).chosen == record.settings["arm"]
@@ -324,19 +339,3 @@ def _result(record: Record) -> dict[str, Any]:
 def _ranked(done: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The results of a round, the best first."""
     return sorted(done["tried"], key=lambda one: -1.0 if one["accuracy"] is None else one["accuracy"], reverse=True)
-
-
-def table(choices: Choices, titles: Mapping[str, str]) -> str:
-    """The choices as a Markdown table: the numbers that were tuned, the best and the second best."""
-    head = ["images", "optimizer", "schedule", "chosen", "held-out accuracy, %", "second best", "held-out accuracy, %"]
-    rows = []
-    for key, choice in choices.entries.items():
-        if choice.chosen is not None:
-            tried = choice.rounds[0]["tried"]
-            tuned = [name for name in choice.chosen if len({one[name] for one in tried}) > 1]
-            cells = [key.dataset, titles[key.arm], key.schedule]
-            for one in _ranked(choice.rounds[-1])[:2]:
-                numbers = ", ".join(f"{name.replace('_', ' ')} {one[name]:g}" for name in tuned)
-                cells += [numbers, "–" if one["accuracy"] is None else f"{100 * one['accuracy']:.1f}"]
-            rows.append(cells + (len(head) - len(cells)) * ["–"])
-    return markdown_table(head, rows)

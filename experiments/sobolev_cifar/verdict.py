@@ -29,9 +29,8 @@ from experiments.sobolev_cifar.paired_stats import (
 )
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
 from experiments.sobolev_cifar.record import Point, Record
-from experiments.sobolev_cifar.report import TITLES, Group, before_decay
+from experiments.sobolev_cifar.report import NAMES, TITLES, Group, before_decay
 
-NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 DECIDE = {"cifar10": range(3, 8), "cifar100": range(4)}  # seeds
 EVERY = range(1000)  # seeds
 CONTROL = {"cifar10": range(3, 7), "cifar100": range(4)}
@@ -82,6 +81,10 @@ class Difference:
     def per_cent(self) -> str:
         """The same with its interval."""
         return bracketed((100 * value for value in self.relative), 1, " %") + self._mark
+
+    def short(self) -> str:
+        """In per cent or in points, as the quantity has it."""
+        return self.per_cent() if self.quantity.relative else self.shown()
 
     @property
     def _mark(self) -> str:
@@ -281,7 +284,7 @@ def numbers(runs: Runs) -> str:
         {dataset: runs.claim(dataset, quantity, seeds) for dataset, seeds in DECIDE.items()}
         for quantity in (PRIMARY, SECONDARY)
     )
-    leads = [f"{name} {lead}" for name, lead in zip(NAMES.values(), _by_hand(runs, _lead_in_epochs), strict=True)]
+    leads = [f"{name} {lead}" for name, lead in zip(NAMES.values(), _on_all_images(runs, _lead_in_epochs), strict=True)]
     ours, theirs = ("literal", ("fifths",)), ("amari_scaled", ("fifths",))
     letter = {"cifar10": runs.difference("cifar10", ours, theirs, PRIMARY, CONTROL["cifar10"])}
     control = {dataset: _control(runs, dataset) for dataset in NAMES}
@@ -298,13 +301,8 @@ def numbers(runs: Runs) -> str:
 
 
 def _listed(found: Mapping[str, Difference | None], planned: Mapping[str, Collection[int]]) -> str:
-    return "; ".join(
-        f"{NAMES[dataset]} {_SEEN}"
-        if one is None
-        else f"{NAMES[dataset]} {one.shown() if one.quantity is SECONDARY else one.per_cent()}"
-        + _partly(one, planned[dataset])
-        for dataset, one in found.items()
-    )
+    numbers = {data: _SEEN if one is None else one.short() + _partly(one, planned[data]) for data, one in found.items()}
+    return "; ".join(f"{NAMES[dataset]} {number}" for dataset, number in numbers.items())
 
 
 def endpoints(runs: Runs) -> str:
@@ -319,7 +317,7 @@ def endpoints(runs: Runs) -> str:
             only = runs.only_seed(dataset, quantity, seeds)
             if only is not None:
                 cells = [f"{only.seeds[0]}", signed(only.paired.mean, quantity.digits)]
-                cells.append(only.per_cent_of_mean() if quantity is PRIMARY else "–")
+                cells.append(only.per_cent_of_mean() if quantity.relative else "–")
                 rows.append([*names, *cells, *3 * ["–"], f"preliminary: 1 of {len(seeds)} seeds"])
             elif found is None:
                 rows.append([*names, f"{min(seeds)} to {max(seeds)}", _SEEN, *5 * ["–"]])
@@ -345,7 +343,7 @@ def _numbers(found: Difference) -> list[str]:
     return [
         ", ".join(map(str, found.seeds)),
         found.shown(),
-        found.per_cent() if found.quantity is PRIMARY else "–",
+        found.per_cent() if found.quantity.relative else "–",
         ", ".join(signed(d, digits) for d in found.paired.differences),
         f"{found.paired.sign_flip:.3g}",
         f"{found.detected:.{digits}f}",
@@ -363,14 +361,13 @@ def _late(run: Record) -> Sequence[Point]:
     return run.history[before_decay(len(run.history)) + 1 :] or run.history[-1:]  # a run of one epoch has no other
 
 
+def _accuracy(points: Sequence[Point]) -> float:
+    return 100 * fmean(point.test_accuracy for point in points)
+
+
 _TEST_LOSS = Quantity("test_loss_until_40", "", lambda run: fmean(p.test_loss for p in _early(run)), 4)
-_TEST_EARLY = Quantity("accuracy_until_40", "", lambda run: 100 * fmean(p.test_accuracy for p in _early(run)), 2)
-_TEST_LATE = Quantity(
-    "accuracy_after_40",
-    "",
-    lambda run: 100 * fmean(p.test_accuracy for p in _late(run)),
-    2,
-)
+_TEST_EARLY = Quantity("accuracy_until_40", "", lambda run: _accuracy(_early(run)), 2, relative=False)
+_TEST_LATE = Quantity("accuracy_after_40", "", lambda run: _accuracy(_late(run)), 2, relative=False)
 # The area under the training loss without the last epoch, and how far it falls: _lead_in_epochs.
 _AREA = Quantity("area", "", lambda run: sum(p.train_loss for p in _early(run)[:-1]), 4)
 _FALL = Quantity("fall", "", lambda run: _early(run)[0].train_loss - _early(run)[-1].train_loss, 4)
@@ -394,7 +391,7 @@ def _unpaired(ours: Side, theirs: Side, seeds: Sequence[int]) -> str:
     return bracketed((100 * value / fmean(other) for value in _welch(one, other)), 1, " %")
 
 
-def _by_hand(runs: Runs, number: Callable[[Side, Side, Sequence[int]], str]) -> list[str]:
+def _on_all_images(runs: Runs, number: Callable[[Side, Side, Sequence[int]], str]) -> list[str]:
     """A number of Sobolev K-FAC, K-FAC and the seeds that decide, for all images."""
     cells = []
     for dataset, planned in DECIDE.items():
@@ -407,23 +404,19 @@ def _by_hand(runs: Runs, number: Callable[[Side, Side, Sequence[int]], str]) -> 
 def robustness(runs: Runs) -> str:
     """The table of other ways to compare Sobolev K-FAC and K-FAC; the protocol does not name them."""
 
-    def relative(quantity: Quantity, schedules: Collection[str] = BOTH) -> list[str]:
+    def cells(quantity: Quantity, schedules: Collection[str] = BOTH) -> list[str]:
         found = [runs.explored(dataset, quantity, schedules) for dataset in NAMES]
-        return [_SEEN if one is None else one.per_cent() for one in found]
-
-    def points(quantity: Quantity) -> list[str]:
-        found = [runs.explored(dataset, quantity) for dataset in NAMES]
-        return [_SEEN if one is None else one.shown() for one in found]
+        return [_SEEN if one is None else one.short() for one in found]
 
     rows = [
-        ["training loss, mean of epochs to 40 %: the primary endpoint", *relative(PRIMARY)],
-        *([f"… with {schedule} only", *relative(PRIMARY, (schedule,))] for schedule in BOTH),
-        ["… not paired within seeds", *_by_hand(runs, _unpaired)],
-        ["… as a lead in epochs", *_by_hand(runs, _lead_in_epochs)],
-        ["training loss in the last of these epochs", *relative(AT_40)],
-        ["test loss, mean of epochs to 40 %", *relative(_TEST_LOSS)],
-        ["test accuracy, mean of epochs to 40 %, points", *points(_TEST_EARLY)],
-        ["test accuracy, mean of the epochs after 40 %, points", *points(_TEST_LATE)],
+        ["training loss, mean of epochs to 40 %: the primary endpoint", *cells(PRIMARY)],
+        *([f"… with {schedule} only", *cells(PRIMARY, (schedule,))] for schedule in BOTH),
+        ["… not paired within seeds", *_on_all_images(runs, _unpaired)],
+        ["… as a lead in epochs", *_on_all_images(runs, _lead_in_epochs)],
+        ["training loss in the last of these epochs", *cells(AT_40)],
+        ["test loss, mean of epochs to 40 %", *cells(_TEST_LOSS)],
+        ["test accuracy, mean of epochs to 40 %, points", *cells(_TEST_EARLY)],
+        ["test accuracy, mean of the epochs after 40 %, points", *cells(_TEST_LATE)],
     ]
     return markdown_table(["Sobolev K-FAC less K-FAC", *NAMES.values()], rows)
 
@@ -487,19 +480,20 @@ _BASELINES = (
     ("baseline_scale", "amari_scaled", "tenths"),
     ("baseline_lr_scale", "amari_scaled", "fifths"),
 )
-_FIGURES = (
-    ("1", "cifar10", _OURS, 'final test "similar", "a clear advantage regarding convergence speed"'),
-    ("2", "cifar100", _OURS, 'the same, "with the margin increased"'),
-    ("3", "cifar10", _BASELINES, 'the other three "cannot bring any benefit to the baseline"'),
-    ("4", "cifar100", _BASELINES, "the same"),
+# The name of our picture, the number in the paper, images, curves, and what the paper says.
+PAPER_FIGURES = (
+    ("paper", "1", "cifar10", _OURS, 'final test "similar", "a clear advantage regarding convergence speed"'),
+    ("paper", "2", "cifar100", _OURS, 'the same, "with the margin increased"'),
+    ("baselines", "3", "cifar10", _BASELINES, 'the other three "cannot bring any benefit to the baseline"'),
+    ("baselines", "4", "cifar100", _BASELINES, "the same"),
 )
 
 
-def figures(runs: Runs) -> str:
+def paper_figures(runs: Runs) -> str:
     """Figures 1 to 4 of the paper: what it prints beside them, and the same curves here."""
     rows = []
     coming = {(run.name.dataset, run.name.arm, run.name.schedule) for run in plan()}
-    for figure, dataset, curves, printed in _FIGURES:
+    for _, figure, dataset, curves, printed in PAPER_FIGURES:
         for at, (label, arm, schedule) in enumerate(curves):
             names = [figure, NAMES[dataset], "" if at else printed, f"{label}: {TITLES[arm]}, {schedule}"]
             side = runs.side(dataset, arm, (schedule,))
@@ -568,7 +562,7 @@ def save(found: Sequence[Group], left: Sequence[Planned], results: Path) -> str:
     runs = Runs(found)
     text = " ".join(sentences(runs))
     parts = {"verdict": text, "numbers": numbers(runs), "endpoints": endpoints(runs), "questions": questions(runs)}
-    parts |= {"robustness": robustness(runs), "figures": figures(runs), "missing": missing(left)}
+    parts |= {"robustness": robustness(runs), "figures": paper_figures(runs), "missing": missing(left)}
     for name, content in parts.items():
         (results / f"{name}.md").write_text(content + "\n")
     claims = {

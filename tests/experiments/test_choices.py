@@ -18,7 +18,7 @@ from experiments.sobolev_cifar.command import RESULTS, SCHEDULES, is_done, main
 from experiments.sobolev_cifar.record import Name, Point, Record, load_all
 from experiments.sobolev_cifar.scheduler import Place
 from experiments.sobolev_cifar.training import Job, Setup
-from experiments.sobolev_cifar.tuning import Choice, Choices, Round, Search, Tuning, TuningKey, table
+from experiments.sobolev_cifar.tuning import Choice, Choices, Round, Search, Tuning, TuningKey
 from tests.experiments.tiny import MACHINE, SIZES, TINY, Ample
 
 SGD = TuningKey("cifar10", "sgd", "tenths")
@@ -54,10 +54,10 @@ def test_the_table_has_what_was_tuned_and_the_two_best_of_the_last_round() -> No
     first = {"tried": [tried(0.1, 0.2), tried(0.2, 0.3), tried(0.3, 0.1)]}
     rounds = first, {"tried": [tried(0.1, 0.5), tried(0.2, None)]}
     done, open_one = Choice(rounds, chosen={"lr": 0.1, "momentum": 0.9}), Choice(rounds[:1])
-    found = table(Choices({SGD: done, replace(SGD, schedule="fifths"): open_one}), {"sgd": "SGD"})
+    found = Choices({SGD: done, replace(SGD, schedule="fifths"): open_one}).table({"sgd": "SGD"})
     assert found.splitlines()[2:] == ["| cifar10 | SGD | tenths | lr 0.1 | 50.0 | lr 0.2 | – |"]
     titles = {name: arm.title for name, arm in arms.ARMS.items()}
-    assert (RESULTS / "tuned.md").read_text().strip() == table(Choices.load(RESULTS / "tuned.json"), titles)
+    assert (RESULTS / "tuned.md").read_text().strip() == Choices.load(RESULTS / "tuned.json").table(titles)
 
 
 def test_a_choice_at_the_edge_of_its_grid_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

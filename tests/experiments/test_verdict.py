@@ -170,7 +170,7 @@ def test_the_paper_is_refuted_if_every_seed_with_fifths_is_earlier(first: float,
 
     tenths = [run("tenths", seed, [0.3, 0.4, 0.8]) for seed in (0, 1)]
     fifths = [run("fifths", 0, [0.3, 0.8, 0.8]), run("fifths", 1, [0.3, first, 0.5])]
-    text = verdict.figures(found([*tenths, *fifths], tmp_path))
+    text = verdict.paper_figures(found([*tenths, *fifths], tmp_path))
     count, epochs = (2, "1, 1") if first > 0.8 else (1, "1, never")
     assert f"final test accuracy of K-FAC with tenths earlier in {count} of 2 seeds ({epochs} epochs)" in text
     assert "final training loss of K-FAC with tenths earlier in 0 of 2 seeds (0, 0 epochs)" in text
@@ -225,7 +225,7 @@ def test_the_margin_is_welchs(tmp_path: Path) -> None:
 def test_what_is_not_run_is_said_everywhere_and_the_page_is_that_of_the_record(tmp_path: Path) -> None:
     empty = found([], tmp_path)
     assert "is not settled yet: CIFAR-10 has not been run; CIFAR-100 has not been run." in verdict.sentences(empty)[0]
-    assert "not run yet" in verdict.figures(empty)
+    assert "not run yet" in verdict.paper_figures(empty)
     assert verdict.missing(plan()).count(" of ") >= 9
     assert verdict.missing([]) == "All runs of the protocol have been made."
     groups = report.groups(load_all([RESULTS]), RESULTS / "timing.json")
@@ -235,7 +235,7 @@ def test_what_is_not_run_is_said_everywhere_and_the_page_is_that_of_the_record(t
         ("endpoints", verdict.endpoints(Runs(groups))),
         ("questions", verdict.questions(Runs(groups))),
         ("robustness", verdict.robustness(Runs(groups))),
-        ("figures", verdict.figures(Runs(groups))),
+        ("figures", verdict.paper_figures(Runs(groups))),
     ):
         assert (RESULTS / f"{name}.md").read_text().strip() == text, f"{name}.md: run --report again"
     assert verdict.similar(Difference(SECONDARY, (0, 1), Paired((0.3, 0.3)), 90.0, 0.975, True))
