@@ -138,21 +138,28 @@ def _lead(leads: dict[str, list[Pair]]) -> Figure:
     return figure
 
 
-def _plot_lead(axis: Axes, pair: Pair) -> None:
-    epochs = range(1, before_decay(len(pair.first.groups[0].records[0].history)) + 2)
+def lead(pair: Pair) -> list[list[float]]:
+    """Rows of numbers, one for each epoch until the schedules decay, in per cent of the mean loss of the second.
+
+    A row has the mean difference of the training losses, its 95 % interval, and the difference of every seed.
+    """
     rows = []
-    for epoch in epochs:
+    for epoch in range(1, before_decay(len(pair.first.groups[0].records[0].history)) + 2):
         loss = Quantity("loss", "training loss", _loss_in(epoch), 4)
         paired, unit = pair.paired(loss), pair.of_second(loss) / 100
         numbers = paired.mean, paired.mean - paired.margin, paired.mean + paired.margin, *paired.differences
         rows.append([number / unit for number in numbers])
-    mean, low, high, *seeds = zip(*rows, strict=True)
-    colour = _colour(pair.first.arm)
-    for seed in seeds:
-        axis.plot(epochs, seed, color=colour, linewidth=0.4, alpha=0.6)
-    axis.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
-    axis.plot(epochs, mean, color=colour, label=TITLES[pair.first.arm])
+    return rows
 
 
 def _loss_in(epoch: int) -> Callable[[Record], float]:
     return lambda run: run.history[epoch - 1].train_loss
+
+
+def _plot_lead(axis: Axes, pair: Pair) -> None:
+    mean, low, high, *seeds = zip(*lead(pair), strict=True)
+    epochs, colour = range(1, len(mean) + 1), _colour(pair.first.arm)
+    for seed in seeds:
+        axis.plot(epochs, seed, color=colour, linewidth=0.4, alpha=0.6)
+    axis.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
+    axis.plot(epochs, mean, color=colour, label=TITLES[pair.first.arm])

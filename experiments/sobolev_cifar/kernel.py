@@ -41,12 +41,13 @@ def described(images: Images, batch: int, batches: int = 50) -> dict[str, Any]:
     metric = sobolev().metric
     assert isinstance(metric, Sobolev)
     feed = Feed.of(images.train, Scale.of(images.train), batch, torch.Generator().manual_seed(0))
-    rows = [_numbers(metric.gram(x, batch)) for x, _ in islice(feed.epoch(), batches)]
+    rows = [coupling(metric.gram(x, batch)) for x, _ in islice(feed.epoch(), batches)]
     means = {name: float(f"{fmean(row[name] for row in rows):.4g}") for name in rows[0]}
     return {"dataset": images.name, "batch": batch, "batches": len(rows), **means}
 
 
-def _numbers(K: Tensor) -> dict[str, float]:
+def coupling(K: Tensor) -> dict[str, float]:
+    """What K [n n] does to a batch: the numbers of a row of the table."""
     C, one = torch.linalg.inv(K), K.new_ones(len(K))
     kept = exchangeable(C)
     return {

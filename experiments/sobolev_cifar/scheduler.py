@@ -1,13 +1,16 @@
-"""Run many trainings, several at once in a pool of processes."""
+"""Run many trainings, several at once in processes."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from threading import local
 from typing import final
 
 from experiments.cifar import Benchmark, cached
@@ -89,8 +92,20 @@ def _attempted(task: Task, budget: Budget) -> Record | Exception | None:
 def _parallel(
     tasks: Sequence[Task], workers: int, budget: Budget
 ) -> Iterator[tuple[Task, Record | BaseException | None]]:
-    """Run in a pool of processes."""
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for task, future in [(task, pool.submit(perform, task, budget)) for task in tasks]:
+    """Run in processes. Each is a pool of its own: one that is killed loses its own run, and no other."""
+    with ExitStack() as pools, ThreadPoolExecutor(workers) as threads:
+        mine = local()
+
+        def attempt(task: Task) -> Record | None:
+            if not hasattr(mine, "pool"):
+                mine.pool = pools.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
+            try:
+                record: Record | None = mine.pool.submit(perform, task, budget).result()
+            except BrokenProcessPool:
+                del mine.pool  # the next run has a new one
+                raise
+            return record
+
+        for task, future in [(task, threads.submit(attempt, task)) for task in tasks]:
             error = future.exception()
             yield task, future.result() if error is None else error

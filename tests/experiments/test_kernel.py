@@ -13,7 +13,7 @@ import natgrad as ng
 from experiments.cifar import CIFAR10
 from experiments.sobolev_cifar.arms import without_images
 from experiments.sobolev_cifar.command import RESULTS, main
-from experiments.sobolev_cifar.kernel import exchangeable, save, table
+from experiments.sobolev_cifar.kernel import coupling, exchangeable, save, table
 from tests.experiments.test_cifar import images, write_archive
 
 
@@ -36,6 +36,20 @@ def test_the_kernel_of_equidistant_points_is_exchangeable_and_depends_on_no_imag
     torch.testing.assert_close(one, 0.9 * torch.eye(5, dtype=torch.float64) + 0.1, rtol=1e-5, atol=0.0)
 
 
+def test_the_numbers_of_a_kernel_are_those_of_its_inverse_by_hand() -> None:
+    """(aI + b11ᵀ)⁻¹ = I/a − b11ᵀ/(a(a + nb)); a chain of three, whose inverse has other couplings, keeps less."""
+    n, a, b = 4, 0.75, 0.25
+    found = coupling(a * torch.eye(n, dtype=torch.float64) + b)
+    assert found == pytest.approx(
+        {"similarity": b, "diagonal": 1 / a - b / (a * (a + n * b)), "along_the_mean": 1 / (a + n * b), "kept": 1.0}
+    )
+    inverse = torch.tensor([[2.0, -1.0, 0.0], [-1.0, 2.0, -1.0], [0.0, -1.0, 2.0]], dtype=torch.float64)
+    found = coupling(torch.linalg.inv(inverse))  # ¼ [3 2 1; 2 4 2; 1 2 3]
+    assert found == pytest.approx(
+        {"similarity": 5 / 12, "diagonal": 2.0, "along_the_mean": 2 / 3, "kept": (12 + 6 * 4 / 9) / 16}
+    )
+
+
 def test_the_command_measures_batches_of_the_training(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_archive(tmp_path / "data", images(CIFAR10, 64))
@@ -43,7 +57,6 @@ def test_the_command_measures_batches_of_the_training(tmp_path: Path) -> None:
     main([*places, "--kernel", "--batch", "16", "--device", "cpu"])
     (found,) = json.loads((tmp_path / "kernel.json").read_text())
     assert (found["dataset"], found["batch"], found["batches"]) == ("cifar10", 16, 4)
-    assert 0 < found["along_the_mean"] < found["diagonal"]
     main([*places, "--kernel", "--batch", "2", "--device", "cpu"])
     (found,) = json.loads((tmp_path / "kernel.json").read_text())  # measured again
     assert found["kept"] == pytest.approx(1.0)  # two images have one coupling

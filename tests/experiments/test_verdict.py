@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.sobolev_cifar import report, verdict
+from experiments.sobolev_cifar import figures, report, verdict
 from experiments.sobolev_cifar.command import RESULTS
-from experiments.sobolev_cifar.paired_stats import Paired
+from experiments.sobolev_cifar.paired_stats import Pair, Paired
 from experiments.sobolev_cifar.plan import plan
 from experiments.sobolev_cifar.record import Name, Point, Record, load_all
 from experiments.sobolev_cifar.verdict import DECIDE, PRIMARY, SECONDARY, Difference, Runs
@@ -158,6 +158,12 @@ def test_a_curve_that_is_some_epochs_ahead_has_that_lead(tmp_path: Path) -> None
     assert rows["test accuracy, mean of the epochs after 40 %, points"][1] == "+0.00 [+0.00, +0.00] |"
     low, high = (f"−{100 * (0.25 + side * half) / 3.5:.1f}" for side in (1, -1))  # K-FAC's seeds are all equal
     assert rows["… not paired within seeds"][1] == f"−7.1 % [{low}, {high}] |"
+    ours, theirs = (runs.side("cifar100", arm, ("fifths", "tenths")) for arm in ("sobolev", "amari"))
+    assert ours is not None
+    assert theirs is not None
+    drawn = [[-lead, -lead - half, -lead + half, -0.1, -0.2, -0.3, -0.4] for lead in 4 * [0.25]]
+    scales = [[100 / (5.0 - epoch)] for epoch in range(4)]  # the mean loss of K-FAC in the figure's four epochs
+    assert np.array(figures.lead(Pair(ours, theirs))) == pytest.approx(np.array(drawn) * np.array(scales))
 
 
 @pytest.mark.parametrize(("first", "words"), [(0.9, "it is"), (0.5, "it is not")])
