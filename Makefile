@@ -47,7 +47,7 @@ cuda:  ## the tests that need a GPU, run by PYTHON
 	printf '%s\n' tests/cuda/test_*.py | OMP_NUM_THREADS=1 xargs -P $(CUDA_JOBS) -n 1 $(PYTHON) -m pytest -q
 
 docs: $(VENV)/.dev  ## write README and the pages that quote measurements from the result files
-	$(BIN)/python -m benchmarks.pages --figures
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pages --figures
 
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py

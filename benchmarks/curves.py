@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from benchmarks.report import Target, verdicts
+from experiments.files import markdown_table
 from natgrad.cli.demo import Point
 
 KFAC, SGD, ADAMW, SOAP = "K-FAC, self-tuned", "SGD with momentum", "AdamW", "SOAP"
@@ -147,11 +148,8 @@ def table(record: Record) -> str:
 
 def markdown(record: Record) -> str:
     """The same as Markdown, one table per task."""
-    lines = []
-    for task in dict.fromkeys(run.task for run in record.runs):
-        rows = [[task, *_HEAD[1:]], ["---"] * len(_HEAD), *_cells(record, task)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
+    tasks = dict.fromkeys(run.task for run in record.runs)
+    return "\n".join(markdown_table([task, *_HEAD[1:]], _cells(record, task)) for task in tasks)
 
 
 _HEAD = ("", "steps", "training loss", "score", "test loss", "test score", "to AdamW, s")

@@ -26,6 +26,7 @@ from benchmarks.races import HEAD, Records, chosen
 from benchmarks.races import rows as race_rows
 from benchmarks.report import claim_table, ratio_table
 from experiments import powers
+from experiments.files import markdown_table
 from experiments.pde.__main__ import by_solver as pde_logs
 from experiments.pde.__main__ import gap_table, gaps
 from experiments.pde.__main__ import report as pde_report
@@ -213,7 +214,7 @@ def races(folder: Path = RECORDS) -> str:
         columns = [0, 1, 2, 3, 5, 6, 7, *([8, 13, 9] if task.score_name == "accuracy" else []), 10]
         head = [HEAD[c] for c in columns]
         lines = [[NAMES_OF_RACERS.get(row[0], row[0]), *(row[c] for c in columns[1:])] for row in found]
-        table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines))
+        table = markdown_table(head, lines)
         sizes = {record.size for record in records.of(name, REPORT)}
         images = f", {max(sizes):,} of 50,000 training images" if task.kind == "image" else ""
         parts.append(f"{RACES[name]}{images}, {task.steps} steps:\n\n{table}")
@@ -273,10 +274,10 @@ def winners(folder: Path = RECORDS) -> str:
     """
     records = Records.load(folder)
     columns = [HEAD.index(c) for c in ("loss, equal steps", "own schedule, AdamW's seconds")]
-    lines = ["| network | equal steps | AdamW's seconds |", "| --- | --- | --- |"]
+    lines = []
     for name, task in tasks().items():
         rows = _tuned_rows(records, task)
-        cells = []
+        cells = [SHORT_RACES[name]]
         for column in columns:
             found = [(row[0], *row[column].partition(" (")[0].split(" ± ")) for row in rows if " ± " in row[column]]
             cell, last = "", (math.inf, 0.0)
@@ -287,8 +288,8 @@ def winners(folder: Path = RECORDS) -> str:
                 cell += (" ≈ " if level else " < ") * bool(cell) + f"{_short(optimizer)} {digits}"
                 last = mean, deviation
             cells.append(cell)
-        lines.append(f"| {SHORT_RACES[name]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(["network", "equal steps", "AdamW's seconds"], lines)
 
 
 def tuning_runs(folder: Path = RECORDS) -> str:
@@ -301,8 +302,7 @@ def tuning_runs(folder: Path = RECORDS) -> str:
             found[name, _short(optimizer)] = f"{short} + {whole}" if short else f"{whole}"
     columns = dict.fromkeys(optimizer for _, optimizer in found)
     rows = [[SHORT_RACES[name], *(found.get((name, one), "–") for one in columns)] for name in tasks()]
-    table = [["network, short + whole", *columns], ["---"] * (len(columns) + 1), *rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+    return markdown_table(["network, short + whole", *columns], rows)
 
 
 def beside_adamw(column: str, folder: Path = RECORDS) -> str:
@@ -415,23 +415,18 @@ def ablation(name: str = "decoder", folder: Path = RECORDS) -> str:
     best: dict[str, Any] = {}
     for record in sorted(Records.load(folder).of(name, TUNE, steps=task.steps), key=lambda r: r.final):
         best.setdefault(record.run.optimizer, record)
-    lines = ["| optimizer | loss | learning rate |", "| --- | --- | --- |"]
-    for contender, r in best.items():
-        lines.append(f"| {NAMES_OF_RACERS.get(contender, contender)} | {r.final:.3f} | {r.run.lr:g} |")
-    return "\n".join(lines)
+    rows = ([NAMES_OF_RACERS.get(one, one), f"{r.final:.3f}", f"{r.run.lr:g}"] for one, r in best.items())
+    return markdown_table(["optimizer", "loss", "learning rate"], rows)
 
 
 def vi_table() -> str:
     """Time to a bound on the evidence, over Adam and GPyTorch."""
-    lines = [
-        "| case | over Adam | over GPyTorch, both with Adam for the hyperparameters | over GPyTorch |",
-        "| --- | --- | --- | --- |",
-    ]
+    head, lines = ["over Adam", "over GPyTorch, both with Adam for the hyperparameters", "over GPyTorch"], []
     for row in results("vi")["rows"]:
         ours, like = row["ratios"]["natgrad"], row["ratios"].get("natgrad, hyperparameters by Adam")
         matched = f"{like['GPyTorch']:.3f}" if like else "–"
-        lines.append(f"| {row['case']} | {ours['Adam']:.3f} | {matched} | {ours['GPyTorch']:.3f} |")
-    return "\n".join(lines)
+        lines.append([row["case"], f"{ours['Adam']:.3f}", matched, f"{ours['GPyTorch']:.3f}"])
+    return markdown_table(["case", *head], lines)
 
 
 # ---------------------------------------------------------------------------------------------------------- experiments
@@ -457,11 +452,11 @@ def regression_table(index: int) -> str:
 
 def online_table() -> str:
     """Error over the Cramér–Rao bound after one pass over a stream."""
-    rows = [
-        f"| {curve['problem']} | {curve['arm']} | {curve['settings']} | {curve['error'][-1]:.2f} |"
+    rows = (
+        [curve["problem"], curve["arm"], curve["settings"], f"{curve['error'][-1]:.2f}"]
         for curve in results("online_mle/record")
-    ]
-    return "\n".join(["| distribution | optimizer | rate | error / bound |", "| --- | --- | --- | --- |", *rows])
+    )
+    return markdown_table(["distribution", "optimizer", "rate", "error / bound"], rows)
 
 
 def pde_tables() -> str:
@@ -484,9 +479,9 @@ def step_cost() -> str:
     lines = (EQUATIONS / "step_cost.jsonl").read_text(encoding="utf-8").splitlines()
     sizes, *rows, ratio = [json.loads(line) for line in lines]
     head = f"{sizes['points']:,} points, {sizes['parameters']:,} parameters, {sizes['device']}"
-    table = [f"| {head} | seconds | memory, GB |", "| --- | --- | --- |"]
-    table += [f"| {row['name']} | {row['seconds']:.2f} | {row['memory'] / 1e9:.1f} |" for row in rows]
-    return "\n".join([*table, f"| torch.func over natgrad | {ratio['times faster']} | {ratio['times less memory']} |"])
+    table = [[row["name"], f"{row['seconds']:.2f}", f"{row['memory'] / 1e9:.1f}"] for row in rows]
+    table.append(["torch.func over natgrad", f"{ratio['times faster']}", f"{ratio['times less memory']}"])
+    return markdown_table([head, "seconds", "memory, GB"], table)
 
 
 def pde_where(least: float, most: float = float("inf")) -> str:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from benchmarks.race_models import REPORT, TUNE, Data, Task, tasks
 from benchmarks.rivals import CONTENDERS, RIVALS, Stepper
+from experiments.files import markdown_table
 
 CHECKPOINTS = 24  # validations of a run, unless the command says otherwise
 WARM_UP, FLOOR = 0.05, 0.1  # of the schedule, of the learning rate
@@ -576,7 +577,7 @@ def report(records: Records, chosen_tasks: Iterable[Task]) -> str:
         table = list(rows(records, task))
         if table:
             lines += [f"## {task.name}, {task.steps} steps", ""]
-            lines += ["| " + " | ".join(row) + " |" for row in ([*HEAD], ["---"] * len(HEAD), *table)] + [""]
+            lines += [markdown_table(HEAD, table), ""]
         for steps in sorted({task.screen, task.steps}):
             tuned = sorted(records.of(task.name, TUNE, steps=steps), key=lambda r: r.final)
             best: dict[str, list[Record]] = {}

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, machine
+from experiments.files import markdown_table
 
 Timed: TypeAlias = Callable[..., Race]
 
@@ -206,18 +207,16 @@ def ratio_table(results: Mapping[str, Any], what: str) -> str:
         if section.startswith(f"{what}: ")
     }
     columns = list(dict.fromkeys(column for _, column in cells))
-    rows = [
-        f"| {name} | " + " | ".join(cells.get((name, column), "–") for column in columns) + " |"
-        for name in dict.fromkeys(name for name, _ in cells)
-    ]
-    return "\n".join([f"| {what} | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns), *rows])
+    names = dict.fromkeys(name for name, _ in cells)
+    rows = ([name, *(cells.get((name, column), "–") for column in columns)] for name in names)
+    return markdown_table([what, *columns], rows)
 
 
 def claim_table(targets: list[dict[str, Any]]) -> str:
     """A row for each claim: the number and its bound. ``None`` was never reached."""
-    lines = ["| claim | measured | bound |", "| --- | --- | --- |"]
+    rows = []
     for t in targets:
         sign, missed = "≤" if t["at_most"] else "≥", "" if t["met"] else ", not met"
         measured = "never" if t["measured"] is None else f"{t['measured']:.2f}"
-        lines.append(f"| {t['claim']} | {measured} | {sign} {t['bound']:g}{missed} |")
-    return "\n".join(lines)
+        rows.append([t["claim"], measured, f"{sign} {t['bound']:g}{missed}"])
+    return markdown_table(["claim", "measured", "bound"], rows)

@@ -24,6 +24,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from experiments.files import markdown_table
+
 SIZE, STEPS = 400, 300
 BATCHES = (1, 10, 100, 1000)
 POWERS = tuple(k / 16 for k in range(17))
@@ -79,14 +81,10 @@ def worse(power: float, batch: float) -> str:
 
 def table() -> str:
     """The best power for every batch, and what other powers cost."""
-    lines = [
-        "| examples in a batch | best power | p = 0 | p = ½ | p = ¾ | p = 1 |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for batch in BATCHES:
-        costs = " | ".join(worse(power, batch) for power in (0.0, 0.5, 0.75, 1.0))
-        lines.append(f"| {batch} | {best(batch):g} | {costs} |")
-    return "\n".join(lines)
+    head = ["examples in a batch", "best power", "p = 0", "p = ½", "p = ¾", "p = 1"]
+    powers = (0.0, 0.5, 0.75, 1.0)
+    rows = ([f"{batch}", f"{best(batch):g}", *(worse(power, batch) for power in powers)] for batch in BATCHES)
+    return markdown_table(head, rows)
 
 
 def draw(folder: Path) -> Path:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import machine
-from experiments.files import commit, replaced
+from experiments.files import commit, markdown_table, replaced
 from experiments.pde.figure import draw
 from experiments.pde.problems import PROBLEMS, Problem
 from experiments.pde.solvers import BASELINES, RATES, SOLVERS, Stepper
@@ -192,7 +192,7 @@ def report(results: Path) -> str:
     for folder in folders(results):
         logs = by_solver(folder)
         rows = [[solver, *row(logs[solver]).values()] for solver in sorted(logs, key=lambda name: _error(logs[name]))]
-        tables.append(_table([folder.name, *HEAD], rows))
+        tables.append(markdown_table([folder.name, *HEAD], rows))
     return "\n\n".join(tables)
 
 
@@ -262,12 +262,7 @@ def gap_table(results: Path) -> str:
         ratio = f"{gap.ratio:,.3g}" if gap.ratio < 1000 else f"{gap.ratio:,.0f}"
         theirs, ours = f"{gap.baseline_error:.2e}", f"{gap.error:.2e}"
         rows.append([gap.problem, gap.baseline, f"{gap.seconds:.0f}", theirs, gap.solver, ours, ratio])
-    return _table(head, rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "| --- " * len(head) + "|", *lines[1:]])
+    return markdown_table(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
