@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from natgrad.accelerate.modules import (
+    COMPILED_CHILD,
     children_in,
     compiles_calls,
+    is_compiled_function,
     parameters_in,
     with_own_calls,
     without_checkpoints,
@@ -37,9 +39,6 @@ from natgrad.jet import Jet
 # forward passes eagerly, on the wrapped module, whose parameters have plain names.
 
 
-_PREFIX = "_orig_mod"  # where torch.compile keeps the module
-
-
 def unwrapped(module: nn.Module) -> list[nn.Module]:
     """The module, the module that it wraps, and so on; the plain module is last.
 
@@ -48,8 +47,8 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
     True
     """
     chain = [module]
-    while isinstance(module, DistributedDataParallel) or _PREFIX in children_in(module):
-        module = module.get_submodule("module" if isinstance(module, DistributedDataParallel) else _PREFIX)
+    while isinstance(module, DistributedDataParallel) or COMPILED_CHILD in children_in(module):
+        module = module.get_submodule("module" if isinstance(module, DistributedDataParallel) else COMPILED_CHILD)
         chain.append(module)
     return chain
 
@@ -60,7 +59,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("encoder._orig_mod.weight")
     'encoder.weight'
     """
-    return ".".join(piece for piece in name.split(".") if piece != _PREFIX) if _PREFIX in name else name
+    return ".".join(piece for piece in name.split(".") if piece != COMPILED_CHILD) if COMPILED_CHILD in name else name
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -68,9 +67,7 @@ def is_compiled(module: nn.Module) -> bool:
 
     By ``torch.compile(module)``, by ``module.compile()``, or because its ``forward`` is a compiled function.
     """
-    forward = module.forward
-    by_forward = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-    return by_forward or compiles_calls(module)
+    return is_compiled_function(module.forward) or compiles_calls(module)
 
 
 def any_compiled(modules: Sequence[nn.Module]) -> bool:

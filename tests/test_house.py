@@ -50,7 +50,8 @@ def looks_at_devices(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         return any(is_device_or_private(f"{node.module}.{alias.name}") for alias in node.names)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return is_device_or_private(node.value.partition(" ")[0]) or "_hooks" in node.value
+        private = any(name in node.value for name in ("_hooks", "_torchdynamo", "_orig_mod"))
+        return is_device_or_private(node.value.partition(" ")[0]) or (private and ">>>" not in node.value)
     if isinstance(node, ast.Attribute):
         root: ast.expr = node
         while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):

@@ -86,6 +86,24 @@ def load_compiler() -> None:
         gc.collect()
 
 
+COMPILED_CHILD = "_orig_mod"  # the name under which torch.compile keeps the module
+
+
+def compiled_from(function: Any) -> Any | None:
+    """The function that ``torch.compile``, or ``torch.compiler.disable``, has wrapped; None if neither has."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether this is a function that ``torch.compile`` has made.
+
+    >>> import torch
+    >>> is_compiled_function(torch.compile(abs, backend="eager")), is_compiled_function(torch.compiler.disable(abs))
+    (True, False)
+    """
+    return compiled_from(function) is not None and not hasattr(function, "_torchdynamo_disable")
+
+
 def compiles_calls(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None

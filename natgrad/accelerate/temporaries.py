@@ -1,4 +1,4 @@
-"""How many numbers are worked on at once: larger temporaries than these are made in pieces."""
+"""How much is worked on at once: larger temporaries than these are made in pieces."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ KERNEL_VALUES = 2**20
 BESSEL_VALUES = 2**18  # Bessel functions need twenty temporaries of these, in double precision
 SMALL_PASSES = 2**13  # numbers that several passes of a small function read or return together
 CHUNK_BYTES = 2**28  # of a temporary, however much memory is allowed
+HESSIAN_COLUMNS = 32  # of a dense Hessian, in one backward pass
+RUNNING_SHARE = 0.75  # of many fits, below which those that have stopped are put aside
+
+_FEW_ROWS = 256  # up to which a Jacobian is differentiated by rows, though there are fewer columns
+_COLUMN = 2  # what a forward pass for a column takes, in units of a backward pass for a row
+
+
+def by_rows(rows: int, columns: int) -> bool:
+    """Whether a Jacobian is differentiated by rows, in backward passes, and not by columns, in forward passes.
+
+    >>> by_rows(256, 3), by_rows(1000, 3), by_rows(1000, 600)
+    (True, False, True)
+    """
+    return rows <= max(_COLUMN * columns, _FEW_ROWS)
 
 
 def at_once(size: int, limit: int = ROWS) -> int:

@@ -15,13 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.temporaries import SMALL_PASSES
+from natgrad.accelerate.temporaries import SMALL_PASSES, by_rows
 from natgrad.log import OnceLogger, listed
 
 Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
-_FEW_ROWS = 256  # up to which J is differentiated by rows, though there are fewer columns
-_COLUMN = 2  # what a forward pass for a column takes, in units of a backward pass for a row
 _FEW_UNKNOWNS = 16  # for complex steps
 _STEP = 3  # of a complex step in units of the unknown at the start, as a power of the machine epsilon
 _WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
@@ -151,7 +149,7 @@ class ResidualFunction:
             return self._by_copies(x)
         if self._method is Differentiation.EXAMPLES:
             return self._by_examples(x)
-        differentiate = self._rows if r.shape[-1] <= max(_COLUMN * self.n, _FEW_ROWS) else self._columns
+        differentiate = self._rows if by_rows(r.shape[-1], self.n) else self._columns
         if self.batch:
             return torch.vmap(differentiate)(x, *self.args).detach()
         return differentiate(x.squeeze(0), *self.args).detach().unsqueeze(0)

@@ -122,7 +122,7 @@ def _result(
     f, J = loss.weighted(fits.f, fits.J)
     batch = residuals.batch
     if not batch and fits.status == NOT_FINITE:
-        _refuse(residuals, fits, J)
+        _refuse(fits, J)
     x, lower, upper = fits.x, rules.lower, rules.upper
     active = torch.zeros_like(x, dtype=torch.int64)
     if lower is not None and upper is not None:
@@ -147,7 +147,7 @@ def _result(
     return result
 
 
-def _refuse(residuals: ResidualFunction, fits: Fits, J: Tensor) -> None:
+def _refuse(fits: Fits, J: Tensor) -> None:
     if not bool(fits.f.isfinite().all()):
         bad = int((~fits.f.isfinite()).sum())
         raise NonFiniteError(

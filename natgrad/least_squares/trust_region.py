@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.temporaries import RUNNING_SHARE
 from natgrad.least_squares.arithmetic import (
     Number,
     Vector,
@@ -45,7 +46,6 @@ _NOISE = 4  # in units of the machine epsilon: how much the cost of a settled fi
 _REFUSED = 3  # of _PATIENCE: what a settled fit loses with a step that raises the cost
 _CRAWLS = 10  # steps in a row that the region limits: after these a fit bends its steps
 _BENT = 0.2  # of a step: the longest bend that a second derivative is good for
-_RUNNING_SHARE = 0.75  # of the fits, below which those that have stopped are put aside
 
 
 def minimise(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
@@ -84,7 +84,7 @@ def minimise(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Ru
         else:
             running = fits.status == RUNNING
             left = int(running.sum())
-            if left < _RUNNING_SHARE * len(rows) or not left:
+            if left < RUNNING_SHARE * len(rows) or not left:
                 if fits is not whole:
                     whole.put(rows, fits)
                 if not left:

@@ -13,6 +13,7 @@ from torch.jit import ScriptModule
 from natgrad.accelerate.modules import (
     children_in,
     children_of,
+    compiled_from,
     parameters_in,
     replaced_children,
     replaced_parameters,
@@ -165,7 +166,7 @@ def _same_forward(module: nn.Module, given: Any, of_class: Any) -> bool:
     if type(module).forward is not of_class:
         return False
     now = _own_forward(module)
-    inner = getattr(now, "_torchdynamo_orig_callable", None)
+    inner = compiled_from(now)
     # torch.compile wraps functions from torch's own files once more.
     candidates = [now] if inner is None else [inner, getattr(inner, "__wrapped__", None)]
     if given is not None:

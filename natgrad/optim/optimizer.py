@@ -192,7 +192,7 @@ class NaturalGradient(torch.optim.Optimizer):
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, rules)
-        if metric.source == "gradients":
+        if of_gradients:
             if rules:
                 raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
             blocks = structure.gradient_blocks(blocks)
@@ -205,7 +205,17 @@ class NaturalGradient(torch.optim.Optimizer):
         queried = not isinstance(step, PlainRule)
         ruled = not of_gradients and schedule.structure.uncovered() is not None  # rules matter
         optional = backed if ruled else frozenset()
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check, queried, optional)
+        self.tracker = MetricTracker(
+            observer,
+            schedule,
+            generator=generator,
+            wrapping=wrapping,
+            world=world,
+            whole=whole,
+            loss_check=check,
+            queried=queried,
+            optional=optional,
+        )
         self.preconditioner = Preconditioner(
             solver,
             schedule,
@@ -227,7 +237,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self._zeros: dict[str, Tensor] = {}  # gradients of parameters that the metric does not see
         self._last: Step | _Plain | None = None
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
-        if metric.source != "gradients" and not self.tracker.constant:
+        if not of_gradients and not self.tracker.constant:
             attach(self.tracker, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)

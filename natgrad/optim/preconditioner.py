@@ -41,8 +41,8 @@ class Preconditioner:
         damping: Damping,
         device: torch.device,
         world: World,
-        power_share: float = 1.0,
-        of_gradients: bool = False,
+        power_share: float,
+        of_gradients: bool,
     ) -> None:
         self.solver, self.schedule, self.world, self.power_share = solver, schedule, world, power_share
         self.inverse: Inverse | None = None

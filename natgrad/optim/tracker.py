@@ -233,6 +233,10 @@ class JoinedHeads(torch.autograd.Function):
         return None, *cotangents
 
 
+def _gradient_sample(observer: Observer, ω: Covector, without: frozenset[str]) -> GradientSample:
+    return GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
+
+
 @final
 class MetricTracker:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
@@ -259,20 +263,21 @@ class MetricTracker:
         self,
         observer: Observer,
         schedule: Refresh,
+        *,
         generator: torch.Generator,
-        wrapping: Sequence[nn.Module] = (),
-        world: World | None = None,
-        whole: Model | None = None,
-        loss_check: LossCheck | None = None,
-        queried: bool = True,
-        optional: frozenset[str] = frozenset(),
+        wrapping: Sequence[nn.Module],
+        world: World,
+        whole: Model,
+        loss_check: LossCheck,
+        queried: bool,
+        optional: frozenset[str],
     ) -> None:
         self._queried = queried
-        self.schedule, self.generator = schedule, generator
         self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
+        self.schedule, self.generator = schedule, generator
         self.optional, self.declared = optional, observer  # ``declared``: before parameters are left out
         self.structure = schedule.structure
-        self.world = World() if world is None else world
+        self.world = world
         self.metric = observer.metric
         self.use_observer(observer, frozenset())
         self.average: Operator | None = constant(self.structure, self.model)
@@ -305,11 +310,10 @@ class MetricTracker:
         self._depth = 0  # calls of the model inside of that pass
         self._thread = 0  # that it runs in; others may evaluate the model meanwhile
         self._rng_state = get_rng_state(self.model.example.device)
-        self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
-        layers = (
-            [] if self.metric.source == "gradients" else observer.blocks
-        )  # a metric of gradients sees no forward pass
-        self._check = ModelCheck(self.model if whole is None else whole, self.module, layers)
+        self.loss_check = loss_check
+        # A metric of gradients sees no forward pass.
+        layers = [] if self.metric.source == "gradients" else observer.blocks
+        self._check = ModelCheck(whole, self.module, layers)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
         # A hook on a compiled module itself runs outside of the compiled code.
@@ -474,8 +478,7 @@ class MetricTracker:
         if not self._in_backward:
             return
         self.loss_check.report_scale(self.model.params, ω)
-        observer = self.observer
-        sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
+        sample = _gradient_sample(self.observer, ω, without)
         # Before there is an average, the last pass decides what has a layer: it knows the layers of all others.
         passes = self._in_backward if self.average is not None else self._in_backward[::-1]
         arrived = [(n, estimate) for n, estimate in passes if estimate.arrived]
@@ -537,8 +540,8 @@ class MetricTracker:
 
         It is that of all examples, whatever the passes and processes that it was summed over: every step counts once.
         """
-        observer, alone = self.observer, self.average is not None and self.structure.gradient_in_place
-        sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
+        alone = self.average is not None and self.structure.gradient_in_place
+        sample = _gradient_sample(self.observer, ω, without)
         with full_precision(self.model.example.device):
             if alone:
                 assert self.average is not None
@@ -562,7 +565,7 @@ class MetricTracker:
         self._next_weight, self.absorbed = next_weight, True
 
         def add(ω: Covector, weight: Scalar) -> None:
-            sample = GradientSample(ω, frozenset(), observer.blocks, observer.memory, observer.cache.graphs)
+            sample = _gradient_sample(observer, ω, frozenset())
             with full_precision(observer.model.example.device):
                 structure.absorb_gradient(sample, average, weight)
             self.weight = next_weight  # not before: a step that fails has added nothing
@@ -586,7 +589,7 @@ class MetricTracker:
             try:
                 self._add(self._observed(batch))
             except Exception as error:
-                if self.world.size == 1 or self._agreed:
+                if self._raises_now:
                     raise
                 self._keep_problem(error)
         self._refreshed = True
@@ -682,7 +685,7 @@ class MetricTracker:
         try:
             return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
         except Exception as error:
-            if self.world.size == 1 or self._agreed:
+            if self._raises_now:
                 raise
             self._keep_problem(error)
             return None
@@ -725,12 +728,20 @@ class MetricTracker:
                     pb = self._with_operations(batch, observer)
                 self._add(pb)
         except Exception as error:
-            if self.world.size == 1 or self._agreed:
+            if self._raises_now:
                 raise
             self._keep_problem(error)
 
+    @property
+    def _raises_now(self) -> bool:
+        """Whether an error of a pass is raised at once: there is one process, or all of them raise together."""
+        return self.world.size == 1 or self._agreed
+
     def _keep_problem(self, error: Exception) -> None:
-        """Keep an error of a pass until ``step``, where all processes raise: now the others would wait for this one."""
+        """Keep an error of a pass until ``step``, where all processes raise.
+
+        If this process raised now, the others would wait for it.
+        """
         try:
             if self._chooses_basis:
                 self._agreed = True

@@ -25,12 +25,25 @@ MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
 
 
-# Arguments of optimizers that hold for all parameters. Other keys of a group, such as a name, are the user's own.
+# Arguments of optimizers that hold for all parameters, and two of AdamW that no optimizer here has. Other keys of a
+# group, such as a name, are the user's own.
 _COMMON = frozenset(
     (
         *("power", "rms", "polar", "fit", "factors", "decay", "metric_every", "inverse_every", "basis_every", "early"),
-        *("structure", "solver", "step", "momentum_on", "nesterov", "betas", "eps", "sharing", "largest"),
-        *("strict", "rules", "moments"),
+        *("structure", "solver", "step", "momentum_on", "nesterov", "sharing", "largest", "strict", "rules", "moments"),
+        *(
+            "metric",
+            "output",
+            "examples",
+            "generator",
+            "memory",
+            "iteration",
+            "nu",
+            "lengthscale",
+            "jitter",
+            "features",
+        ),
+        *("betas", "eps"),
     )
 )
 _MEANT = {"learning_rate": "lr", "wd": "weight_decay"}

@@ -229,9 +229,7 @@ class BatchNormRule(ChannelNormRule):
         layer = cast(_BatchNorm, module)
         if batch_statistics(layer, call.training):
             return pooled(mean, variance, 0)
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        return layer.running_mean.to(mean.dtype), layer.running_var.to(mean.dtype)
+        return _running(layer, mean.dtype)
 
 
 @final
@@ -251,9 +249,7 @@ class InstanceNormRule(ChannelNormRule):
         layer = cast(_InstanceNorm, module)
         if call.training or not layer.track_running_stats:
             return mean, variance
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        return layer.running_mean.to(mean.dtype), layer.running_var.to(mean.dtype)
+        return _running(layer, mean.dtype)
 
     def _batched(self, module: nn.Module, x: Tensor) -> Tensor:
         return x.unsqueeze(0) if x.ndim == _spatial(module) + 1 else x
@@ -274,6 +270,12 @@ class GroupNormRule(ChannelNormRule):
         μ, σ2 = pooled(mean.unflatten(1, (groups, -1)), variance.unflatten(1, (groups, -1)), 2)
         channels = mean.shape[1] // groups
         return μ.repeat_interleave(channels, dim=1), σ2.repeat_interleave(channels, dim=1)
+
+
+def _running(layer: _BatchNorm | _InstanceNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return layer.running_mean.to(dtype), layer.running_var.to(dtype)
 
 
 def batch_statistics(layer: _BatchNorm, training: bool) -> bool:

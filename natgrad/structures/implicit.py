@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import without_fused_recurrence
+from natgrad.accelerate.temporaries import HESSIAN_COLUMNS
 from natgrad.accelerate.vjp import vjp
 from natgrad.geometry import Covector, unflatten
 from natgrad.isolation import unfused
@@ -22,8 +23,6 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.structures.base import Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import DenseOperator
-
-_COLUMNS = 32  # of a dense Hessian, in one backward pass
 
 
 @final
@@ -197,7 +196,7 @@ class HessianOperator(Operator):
 
     def dense(self) -> Tensor:
         eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.leaves[0].device)
-        matrix = torch.cat([self._products(columns) for columns in eye.split(_COLUMNS)])
+        matrix = torch.cat([self._products(columns) for columns in eye.split(HESSIAN_COLUMNS)])
         return 0.5 * (matrix + matrix.T)
 
     def _products(self, v: Tensor) -> Tensor:

@@ -97,6 +97,17 @@ def test_what_cannot_work_is_refused_when_it_is_made(make: Any, error: type[Exce
         make()
 
 
+OPTIMIZERS = (ng.NaturalGradient, ng.KFAC, ng.EKFAC, ng.SobolevKFAC, ng.Natural, ng.Shampoo, ng.SOAP, ng.Muon)
+OF_GROUPS = {"lr", "damping", "momentum", "weight_decay", "fallback"}
+
+
+@pytest.mark.parametrize("make", [*OPTIMIZERS, ng.StochasticReconfiguration], ids=lambda f: f.__name__)
+def test_a_group_has_no_argument_that_holds_for_all_parameters(make: Callable[..., ng.NaturalGradient]) -> None:
+    for name in inspect.signature(make).parameters.keys() - {"model", "groups"} - OF_GROUPS:
+        with pytest.raises(ValueError, match=f"a parameter group holds {name}, which all parameters share"):
+            ng.NaturalGradient(nn.Linear(2, 2), ng.Euclidean(), groups=[{"params": [], name: None}])
+
+
 def test_the_damping_is_one_for_all_groups() -> None:
     model = nn.Linear(2, 2)
     groups = [{"params": model.bias, "damping": 0.5}]

@@ -1,5 +1,6 @@
 """A model that the optimizer cannot observe, or no longer observes: the error names the cause and the fix."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -201,11 +202,20 @@ def test_a_forward_that_a_rule_of_ones_own_has_accepted_must_stay_what_it_was() 
 
 def test_layers_without_a_rule_and_modules_around_layers_may_be_given_another_forward() -> None:
     """Their part of the metric comes from the pass itself."""
+
+    class Doubled(Bare):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.layer(x) @ self.mix.T
+
     model: Any = nn.Sequential(Bare(), nn.Linear(2, 2).double())
+    other: Any = nn.Sequential(Doubled(), copy.deepcopy(model[1]))
+    other.load_state_dict(model.state_dict())
     opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
     bare = model[0]
     bare.forward = lambda x: 2 * bare.layer(x) @ bare.mix.T
     train(opt, model, 2)
+    train(ng.KFAC(other, ng.Euclidean(), metric_every=1), other, 2)
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
 
 
 def test_a_forward_that_is_compiled_or_kept_from_it_is_the_same_forward() -> None:
@@ -222,9 +232,13 @@ def test_a_forward_that_is_compiled_or_kept_from_it_is_the_same_forward() -> Non
 
 
 def test_torch_jit_modules_with_nothing_to_train_may_be_in_the_model() -> None:
-    frozen = _scripted(mlp(3, 3, 3).double(), trace=True).requires_grad_(False)
-    model = nn.Sequential(frozen, nn.Linear(3, 4), _scripted(nn.Tanh(), trace=False), nn.Linear(4, 2)).double()
-    train(ng.KFAC(model, ng.Euclidean(), lr=0.1), model, 2)
+    first, layers = mlp(3, 3, 3).double().requires_grad_(False), nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)])
+    plain = nn.Sequential(first, layers[0], nn.Tanh(), layers[1]).double()
+    own = copy.deepcopy(layers)
+    model = nn.Sequential(_scripted(first, trace=True), own[0], _scripted(nn.Tanh(), trace=False), own[1])
+    for one in (plain, model):
+        train(ng.KFAC(one, ng.Euclidean(), lr=0.1), one, 2)
+    torch.testing.assert_close(own.state_dict(), layers.state_dict())
 
 
 def test_a_layer_that_is_given_another_class_is_refused_and_one_that_is_given_its_own_forward_is_not() -> None:

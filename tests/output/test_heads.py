@@ -485,11 +485,15 @@ def test_tasks_take_turns_and_a_head_keeps_its_average_while_another_is_trained(
 
 
 def test_the_user_may_change_a_head_in_place() -> None:
-    model, x = detector(), normal(6, 3)
-    opt = ng.KFAC(model, {"kind": F.cross_entropy, "box": F.mse_loss})
-    out = model(x)
-    (F.cross_entropy(out["kind"], torch.arange(6) % 3) + out["box"].sigmoid_().mean()).backward()
-    opt.step()
+    changed, kept, x = detector(), detector(), normal(6, 3)
+    kept.load_state_dict(changed.state_dict())
+    for model, sigmoid in ((changed, torch.sigmoid_), (kept, torch.sigmoid)):
+        metric = {"kind": F.cross_entropy, "box": F.mse_loss}
+        opt = ng.KFAC(model, metric, generator=torch.Generator().manual_seed(0))
+        out = model(x)
+        (F.cross_entropy(out["kind"], torch.arange(6) % 3) + sigmoid(out["box"]).mean()).backward()
+        opt.step()
+    torch.testing.assert_close(changed.state_dict(), kept.state_dict())
 
 
 def test_laplace_and_divergences_of_several_heads_are_those_of_the_heads_side_by_side() -> None:

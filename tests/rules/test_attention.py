@@ -95,7 +95,6 @@ PADDED = torch.tensor([[False, False, True], [False, False, False], [False, True
 ALONE = torch.zeros(3, 2, 3, 3, dtype=torch.bool)
 ALONE[0, 1, 2] = True  # a query that sees no key
 ALONE[1, 0, 0, 1:] = ALONE[2, 1, 1, :2] = True
-LEARNED = {"attention.bias_k", "attention.bias_v"}
 
 
 def _case(name: str, run: Callable[..., Tensor], *others: Tensor, n: int = 3, **options: Any) -> Case:
