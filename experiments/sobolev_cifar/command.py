@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine,
 from experiments.sobolev_cifar.captured import cuda_graph
 from experiments.sobolev_cifar.figures import draw
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
-from experiments.sobolev_cifar.record import Record, load_all, load_each
+from experiments.sobolev_cifar.record import Name, Record, load_all, load_each
 from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
 from experiments.sobolev_cifar.timing import Timing, lines, measured
 from experiments.sobolev_cifar.training import Budget, Job, Pace, Setup, Until
@@ -70,12 +70,12 @@ COUNTS = {
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "sobolev_cifar"
 
 
-def arm(key: TuningKey, results: Path, setup: Setup) -> Config:
+def arm(key: TuningKey, choices: Choices, setup: Setup) -> Config:
     """The settings of an arm; where it is tuned, those for these images and this schedule."""
     one = ARMS[key.arm]
     if not one.tuned:
         return one.candidates[0]
-    return one.candidates[0].at(Choices.load(results / TUNED_FILE).chosen(key, setup))
+    return one.candidates[0].at(choices.chosen(key, setup))
 
 
 def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
@@ -120,10 +120,11 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
                 left = [run for run in left if run not in waiting or not _searches(run, choices)]
                 continue
             tasks, later = list[Task](), False
+            done = {record.name: record for record in records(args) if record.finished}
             for run in list(left):
                 later |= run not in ready  # than the first run that needs a search
                 if run in ready and (not later or 0 < len(tasks) < setup.pace.workers):
-                    tasks += _task(run, choices, args, setup, place)
+                    tasks += _task(run, choices, done, setup, place)
                     left.remove(run)
             try:
                 perform_all(tasks, setup.pace.workers, budget)
@@ -137,15 +138,15 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
         raise SystemExit("\n".join(failed))
 
 
-def _task(run: Planned, choices: Choices, args: argparse.Namespace, setup: Setup, place: Place) -> list[Task]:
+def _task(run: Planned, choices: Choices, done: Mapping[Name, Record], setup: Setup, place: Place) -> list[Task]:
     """A run, if it is not done."""
     name = run.named(choices)
     assert name is not None
     what, key = BENCHMARKS[name.dataset], TuningKey(name.dataset, name.arm, name.schedule)
-    job = Job(what.name, SCHEDULES[name.schedule], arm(key, args.results, setup), name.seed)
-    done = next((record for record in records(args) if record.name == name and record.finished), None)
+    job = Job(what.name, SCHEDULES[name.schedule], arm(key, choices, setup), name.seed)
+    record = done.get(name)
     # The images of runs that are done need not be here: those of the record are taken for the same.
-    if done is not None and is_done(setup.settings(job, done.settings.get("images", "")), done):
+    if record is not None and is_done(setup.settings(job, record.settings.get("images", "")), record):
         return []
     return [Task(job, setup, what, place)]
 
@@ -185,9 +186,9 @@ def _counted(runs: Sequence[Planned]) -> list[str]:
 def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """All unfinished runs, the first seed of everything first."""
     known = {record.name.key: record for record in records(args) if record.finished}
-    benchmarks = [BENCHMARKS[name] for name in args.datasets]
+    benchmarks, choices = [BENCHMARKS[name] for name in args.datasets], Choices.load(args.results / TUNED_FILE)
     arms = {
-        (what, schedule): [arm(TuningKey(what.name, name, schedule), args.results, setup) for name in args.arms]
+        (what, schedule): [arm(TuningKey(what.name, name, schedule), choices, setup) for name in args.arms]
         for what in benchmarks
         for schedule in args.schedules
     }

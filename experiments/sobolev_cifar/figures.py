@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from experiments.sobolev_cifar.paired_stats import Pair, Quantity
 from experiments.sobolev_cifar.plan import BOTH
 from experiments.sobolev_cifar.record import Point, Record
-from experiments.sobolev_cifar.report import NAMES, ORDER, TITLES, Group, before_decay
+from experiments.sobolev_cifar.report import NAMES, ORDER, TITLES, Group
 from experiments.sobolev_cifar.verdict import CLEAR, PAPER_FIGURES, Runs
 
 _SHOWN = ("amari", "sobolev", "independent", "permuted", "equidistant", "sgd", "adamw", "natural")
@@ -144,11 +144,10 @@ def lead(pair: Pair) -> list[list[float]]:
     A row has the mean difference of the training losses, its 95 % interval, and the difference of every seed.
     """
     rows = []
-    for epoch in range(1, before_decay(len(pair.first.groups[0].records[0].history)) + 2):
+    for epoch in range(1, len(pair.first.groups[0].records[0].early) + 1):
         loss = Quantity("loss", "training loss", _loss_in(epoch), 4)
         paired, unit = pair.paired(loss), pair.of_second(loss) / 100
-        numbers = paired.mean, paired.mean - paired.margin, paired.mean + paired.margin, *paired.differences
-        rows.append([number / unit for number in numbers])
+        rows.append([number / unit for number in (*paired.interval(), *paired.differences)])
     return rows
 
 

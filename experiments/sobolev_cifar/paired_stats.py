@@ -18,9 +18,11 @@ from typing import Any, final
 from scipy import stats
 
 from experiments.files import markdown_table, write_json
+from experiments.sobolev_cifar.plan import BOTH
 from experiments.sobolev_cifar.record import Point, Record
-from experiments.sobolev_cifar.report import PAPER, TITLES, Group, before_decay
+from experiments.sobolev_cifar.report import PAPER, TITLES, Group
 
+ACCURACY, LOSS = "test accuracy, %", "training loss"  # the levels that are to be reached
 # Pairs (first, second) whose difference is taken.
 _METRICS = (("sobolev", "amari"), ("independent", "amari"), ("sobolev", "independent"))
 _SAME = (
@@ -39,7 +41,6 @@ _SAME = (
     ("amari", "natural"),
 )
 _VARIANTS = ("sobolev", "independent", "permuted", "equidistant", "literal")
-_BOTH = tuple(dict.fromkeys(PAPER.values()))  # schedules
 _REACHING = ("amari", "sobolev", "independent", "permuted", "equidistant", "literal", "sgd", "adamw", "natural")
 _RIVALS = ("amari", "sgd", "adamw")  # their final levels are to be reached
 
@@ -86,10 +87,14 @@ class Paired:
     @property
     def margin(self) -> float:
         """Half the width of the 95 % confidence interval."""
-        return self.half_width(0.95)
+        return self._half_width(0.95)
 
-    def half_width(self, coverage: float) -> float:
-        """Half the width of the confidence interval with this coverage."""
+    def interval(self, coverage: float = 0.95) -> tuple[float, float, float]:
+        """The mean, and the ends of its confidence interval with this coverage."""
+        half = self._half_width(coverage)
+        return self.mean, self.mean - half, self.mean + half
+
+    def _half_width(self, coverage: float) -> float:
         return float(stats.t.isf((1 - coverage) / 2, len(self.differences) - 1)) * self.error
 
     @property
@@ -142,20 +147,19 @@ class Quantity:
 
     def cell(self, paired: Paired) -> str:
         """Mean, 95 % interval, and p of the t-test."""
-        ends = paired.mean, paired.mean - paired.margin, paired.mean + paired.margin
-        return f"{bracketed(ends, self.digits)}, p {paired.p:.2g}"
+        return f"{bracketed(paired.interval(), self.digits)}, p {paired.p:.2g}"
 
 
 QUANTITIES = (
     Quantity(
         "loss_until_40",
         "training loss, mean of epochs to 40 %",
-        lambda run: statistics.fmean(point.train_loss for point in run.history[: before_decay(len(run.history)) + 1]),
+        lambda run: statistics.fmean(point.train_loss for point in run.early),
         4,
     ),
-    Quantity("loss_at_40", "at 40 %", lambda run: run.history[before_decay(len(run.history))].train_loss, 4),
+    Quantity("loss_at_40", "at 40 %", lambda run: run.early[-1].train_loss, 4),
     Quantity("loss_at_end", "at the end", lambda run: run.history[-1].train_loss, 4),
-    Quantity("test_accuracy", "test accuracy, %", lambda run: 100 * run.history[-1].test_accuracy, 2, relative=False),
+    Quantity("test_accuracy", ACCURACY, lambda run: 100 * run.history[-1].test_accuracy, 2, relative=False),
 )
 
 
@@ -250,7 +254,7 @@ def pairs(found: Sequence[Group]) -> list[Pair]:
         keys += [(d, (s,), one, (s,), other) for one, other in _SAME]
     base = (PAPER["amari"],)
     for d in dict.fromkeys(group.dataset for group in found):
-        keys += [(d, _BOTH, one, _BOTH, other) for one, other in _METRICS]
+        keys += [(d, BOTH, one, BOTH, other) for one, other in _METRICS]
         keys += [(d, (schedule,), arm, base, "amari") for arm, schedule in PAPER.items() if arm != "amari"]
         keys.append((d, (PAPER["sobolev"],), "amari", base, "amari"))
     both = [
@@ -352,7 +356,7 @@ def levels(found: Sequence[Group]) -> list[Level]:
             Level(
                 group,
                 schedule,
-                "test accuracy, %",
+                ACCURACY,
                 lambda g: g.accuracy.mean,
                 lambda end: f"{end:.2f}",
                 lambda point: point.test_accuracy,
@@ -360,7 +364,7 @@ def levels(found: Sequence[Group]) -> list[Level]:
             Level(
                 group,
                 schedule,
-                "training loss",
+                LOSS,
                 lambda g: [-loss for loss in g.loss.mean],
                 lambda end: f"{-end:.4f}",
                 lambda point: -point.train_loss,

@@ -69,6 +69,16 @@ class Record:
     diverged: bool
     commits: list[str] = field(default_factory=list)
 
+    @property
+    def early(self) -> list[Point]:
+        """The epochs before the paper's schedules first decay, at 40 %; the first epoch is always one of them."""
+        return self.history[: max(1, round(0.4 * len(self.history)))]
+
+    @property
+    def late(self) -> list[Point]:
+        """The epochs after these; the last epoch is always one of them."""
+        return self.history[len(self.early) :] or self.history[-1:]
+
     def made_with(self, settings: Mapping[str, Any]) -> bool:
         """Whether these are its settings.
 

@@ -20,15 +20,6 @@ NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths", "literal": "fifths"}
 
 
-def before_decay(epochs: int) -> int:
-    """The last epoch, counted from 0, before the paper's schedules first decay, at 40 % of the epochs.
-
-    >>> before_decay(50)
-    19
-    """
-    return max(0, round(0.4 * epochs) - 1)
-
-
 @final
 @dataclass(frozen=True)
 class Curve:
@@ -118,7 +109,7 @@ class Group:
             return [*name, f"{seeds} (all {self.diverged} diverged)", *5 * ["–"]]
         seeds += f" ({self.diverged} diverged)" if self.diverged else ""
         loss, accuracy = self.loss, self.accuracy
-        early = before_decay(len(loss.mean))
+        early = min(len(record.early) for record in self.records) - 1
         best = [100 * max(point.test_accuracy for point in record.history) for record in self.records]
         cells = [
             loss.after(early, 3),

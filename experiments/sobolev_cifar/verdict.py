@@ -17,6 +17,8 @@ from scipy import stats
 
 from experiments.files import markdown_table, write_json
 from experiments.sobolev_cifar.paired_stats import (
+    ACCURACY,
+    LOSS,
     QUANTITIES,
     Level,
     Paired,
@@ -28,8 +30,8 @@ from experiments.sobolev_cifar.paired_stats import (
     signed,
 )
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
-from experiments.sobolev_cifar.record import Point, Record
-from experiments.sobolev_cifar.report import NAMES, TITLES, Group, before_decay
+from experiments.sobolev_cifar.record import Point
+from experiments.sobolev_cifar.report import NAMES, TITLES, Group
 
 DECIDE = {"cifar10": range(3, 8), "cifar100": range(4)}  # seeds
 EVERY = range(1000)  # seeds
@@ -38,7 +40,7 @@ FAMILY = 0.975  # coverage: two data sets, 5 % together
 CLEAR = 0.05  # of K-FAC's loss
 SIMILAR = 0.5  # points of test accuracy
 PRIMARY, AT_40, _, SECONDARY = QUANTITIES
-_SEEN = "not run yet"
+_NOT_RUN = "not run yet"
 
 
 @final
@@ -56,13 +58,13 @@ class Difference:
     @property
     def interval(self) -> tuple[float, float]:
         """Of the mean difference."""
-        half = self.paired.half_width(self.coverage)
-        return self.paired.mean - half, self.paired.mean + half
+        _, low, high = self.paired.interval(self.coverage)
+        return low, high
 
     @property
     def relative(self) -> tuple[float, float, float]:
         """Mean and interval over the mean of the second: δ of the protocol."""
-        mean, low, high = (value / self.of_second for value in (self.paired.mean, *self.interval))
+        mean, low, high = (value / self.of_second for value in self.paired.interval(self.coverage))
         return mean, low, high
 
     @property
@@ -72,7 +74,7 @@ class Difference:
 
     def shown(self) -> str:
         """Mean and interval."""
-        return bracketed((self.paired.mean, *self.interval), self.quantity.digits) + self._mark
+        return bracketed(self.paired.interval(self.coverage), self.quantity.digits) + self._mark
 
     def per_cent_of_mean(self) -> str:
         """The mean relative to the second."""
@@ -301,7 +303,9 @@ def numbers(runs: Runs) -> str:
 
 
 def _listed(found: Mapping[str, Difference | None], planned: Mapping[str, Collection[int]]) -> str:
-    numbers = {data: _SEEN if one is None else one.short() + _partly(one, planned[data]) for data, one in found.items()}
+    numbers = {
+        data: _NOT_RUN if one is None else one.short() + _partly(one, planned[data]) for data, one in found.items()
+    }
     return "; ".join(f"{NAMES[dataset]} {number}" for dataset, number in numbers.items())
 
 
@@ -320,7 +324,7 @@ def endpoints(runs: Runs) -> str:
                 cells.append(only.per_cent_of_mean() if quantity.relative else "–")
                 rows.append([*names, *cells, *3 * ["–"], f"preliminary: 1 of {len(seeds)} seeds"])
             elif found is None:
-                rows.append([*names, f"{min(seeds)} to {max(seeds)}", _SEEN, *5 * ["–"]])
+                rows.append([*names, f"{min(seeds)} to {max(seeds)}", _NOT_RUN, *5 * ["–"]])
             else:
                 alike = "similar" if similar(found) else "not similar"
                 words = verdict_on(found) if quantity is PRIMARY else alike
@@ -353,36 +357,27 @@ def _numbers(found: Difference) -> list[str]:
 # Other ways to look at the endpoints: exploratory, 95 % intervals.
 
 
-def _early(run: Record) -> Sequence[Point]:
-    return run.history[: before_decay(len(run.history)) + 1]
-
-
-def _late(run: Record) -> Sequence[Point]:
-    return run.history[before_decay(len(run.history)) + 1 :] or run.history[-1:]  # a run of one epoch has no other
-
-
 def _accuracy(points: Sequence[Point]) -> float:
     return 100 * fmean(point.test_accuracy for point in points)
 
 
-_TEST_LOSS = Quantity("test_loss_until_40", "", lambda run: fmean(p.test_loss for p in _early(run)), 4)
-_TEST_EARLY = Quantity("accuracy_until_40", "", lambda run: _accuracy(_early(run)), 2, relative=False)
-_TEST_LATE = Quantity("accuracy_after_40", "", lambda run: _accuracy(_late(run)), 2, relative=False)
+_TEST_LOSS = Quantity("test_loss_until_40", "", lambda run: fmean(p.test_loss for p in run.early), 4)
+_TEST_EARLY = Quantity("accuracy_until_40", "", lambda run: _accuracy(run.early), 2, relative=False)
+_TEST_LATE = Quantity("accuracy_after_40", "", lambda run: _accuracy(run.late), 2, relative=False)
 # The area under the training loss without the last epoch, and how far it falls: _lead_in_epochs.
-_AREA = Quantity("area", "", lambda run: sum(p.train_loss for p in _early(run)[:-1]), 4)
-_FALL = Quantity("fall", "", lambda run: _early(run)[0].train_loss - _early(run)[-1].train_loss, 4)
+_AREA = Quantity("area", "", lambda run: sum(p.train_loss for p in run.early[:-1]), 4)
+_FALL = Quantity("fall", "", lambda run: run.early[0].train_loss - run.early[-1].train_loss, 4)
 
 
 def _lead_in_epochs(ours: Side, theirs: Side, seeds: Sequence[int]) -> str:
-    """By how many epochs K-FAC's curve must be moved to have the same area below it as Sobolev K-FAC's.
+    """How many epochs earlier K-FAC's curve would have to start for the area below it to equal Sobolev K-FAC's.
 
     A shift of L by h epochs, interpolated linearly, changes Σ_{e<E} L(e) by h (L(E) − L(1)).
     """
     if any(theirs.of(_FALL, seed) == 0 for seed in seeds):
         return "–"
     leads = [(theirs.of(_AREA, seed) - ours.of(_AREA, seed)) / theirs.of(_FALL, seed) for seed in seeds]
-    paired = Paired(tuple(leads))
-    return bracketed((paired.mean, paired.mean - paired.margin, paired.mean + paired.margin), 2)
+    return bracketed(Paired(tuple(leads)).interval(), 2)
 
 
 def _unpaired(ours: Side, theirs: Side, seeds: Sequence[int]) -> str:
@@ -397,7 +392,7 @@ def _on_all_images(runs: Runs, number: Callable[[Side, Side, Sequence[int]], str
     for dataset, planned in DECIDE.items():
         ours, theirs = (runs.side(dataset, arm, BOTH) for arm in ("sobolev", "amari"))
         seeds = sorted(ours.seeds & theirs.seeds & set(planned)) if ours and theirs else []
-        cells.append(number(ours, theirs, seeds) if ours and theirs and len(seeds) > 1 else _SEEN)
+        cells.append(number(ours, theirs, seeds) if ours and theirs and len(seeds) > 1 else _NOT_RUN)
     return cells
 
 
@@ -406,7 +401,7 @@ def robustness(runs: Runs) -> str:
 
     def cells(quantity: Quantity, schedules: Collection[str] = BOTH) -> list[str]:
         found = [runs.explored(dataset, quantity, schedules) for dataset in NAMES]
-        return [_SEEN if one is None else one.short() for one in found]
+        return [_NOT_RUN if one is None else one.short() for one in found]
 
     rows = [
         ["training loss, mean of epochs to 40 %: the primary endpoint", *cells(PRIMARY)],
@@ -463,9 +458,9 @@ def questions(runs: Runs) -> str:
             seeds = ", ".join(map(str, first.seeds))
             rows.append([question, NAMES[dataset], schedules, seeds, first.shown(), first.per_cent(), last.shown()])
         elif theirs[0] not in _BETTER:
-            rows.append([question, NAMES[dataset], schedules, _SEEN, "–", "–", "–"])
-        elif (dataset, theirs[0]) in coming and ours[1] == BOTH[:1] and not runs.any(dataset, theirs[0]):
-            rows.append([question, NAMES[dataset], f"the {BETTER} one", _SEEN, "–", "–", "–"])
+            rows.append([question, NAMES[dataset], schedules, _NOT_RUN, "–", "–", "–"])
+        elif (dataset, theirs[0]) in coming and not runs.any(dataset, theirs[0]) and ours[1] == BOTH[:1]:  # one row
+            rows.append([question, NAMES[dataset], f"the {BETTER} one", _NOT_RUN, "–", "–", "–"])
     head = ["question", "images", "schedule", "seeds", PRIMARY.title, "relative", SECONDARY.title]
     return markdown_table(head, rows)
 
@@ -498,7 +493,7 @@ def paper_figures(runs: Runs) -> str:
             names = [figure, NAMES[dataset], "" if at else printed, f"{label}: {TITLES[arm]}, {schedule}"]
             side = runs.side(dataset, arm, (schedule,))
             if side is None:
-                why = _SEEN if (dataset, arm, schedule) in coming else "not planned"
+                why = _NOT_RUN if (dataset, arm, schedule) in coming else "not planned"
                 rows.append([*names, why, *3 * ["–"]])
                 continue
             (group,) = side.groups
@@ -510,7 +505,7 @@ def paper_figures(runs: Runs) -> str:
     return "\n\n".join([table, *(_schedule(runs, dataset) for dataset in NAMES)])
 
 
-def _end_of_baseline(runs: Runs, dataset: str, title: str = SECONDARY.title) -> Level | None:
+def _end_of_baseline(runs: Runs, dataset: str, title: str = ACCURACY) -> Level | None:
     """The final test accuracy of K-FAC with tenths, or its final training loss."""
     base = runs.side(dataset, "amari", ("tenths",))
     return None if base is None else next(one for one in levels(base.groups) if one.title == title)
@@ -525,7 +520,7 @@ def _reached(runs: Runs, group: Group) -> str:
 def _schedule(runs: Runs, dataset: str) -> str:
     """Whether the other schedule brings a benefit to the baseline, by the rule of the protocol."""
     side, name, parts = runs.side(dataset, "amari", ("fifths",)), NAMES[dataset], []
-    for title in ("training loss", SECONDARY.title):
+    for title in (LOSS, ACCURACY):
         level = _end_of_baseline(runs, dataset, title)
         saved = [] if level is None or side is None else list(level.saved(side.groups[0]).values())
         if not saved:

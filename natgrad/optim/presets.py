@@ -393,12 +393,13 @@ def Shampoo(
 
     The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
-    it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step; AdamW steps what it steps
-    in ``Natural``, but matrices with one row or column, and with ``fallback=ng.Diagonal()`` nothing. A kernel [o i *k]
-    has one factor for o and one for i, which its offsets share, unless both have more than ``largest`` rows: then it is
-    the matrix [o i·k]. ``fit="kl"`` is a variant of KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment
-    of ∇ in KL divergence; powers are those of the factors themselves, where the authors let eigenvalues follow in a
-    basis, and steps have the length ``rms``, where theirs have none. The other arguments are those of ``Natural``.
+    it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step. AdamW steps the parameters
+    that it steps in ``Natural``, except matrices with one row or one column; with ``fallback=ng.Diagonal()`` it steps
+    none. A kernel [o i *k] has one factor for o and one for i, which its offsets share, unless both have more than
+    ``largest`` rows: then it is the matrix [o i·k]. ``fit="kl"`` is a variant of KL-Shampoo (Lin et al. 2025): S ⊗ A is
+    nearest to the second moment of ∇ in KL divergence; powers are those of the factors themselves, where the authors
+    let eigenvalues follow in a basis, and steps have the length ``rms``, where theirs have none. The other arguments
+    are those of ``Natural``.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -512,7 +513,8 @@ def SOAP(
     into a new basis, where the paper only sorts it and renews the basis after a step (``moments``, see
     ``EigenKronecker``); λ is 10⁻⁶ of the mean of D, so that rounding along directions without a gradient is not
     amplified; momentum is Nesterov's, and not corrected for its start, so that the first steps are shorter. The offsets
-    of a kernel share Q and P. AdamW steps what it steps in ``Natural``, but matrices with one row or column.
+    of a kernel share Q and P. AdamW steps the parameters that it steps in ``Natural``, except matrices with one row or
+    one column.
 
     Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
     later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another
@@ -564,10 +566,10 @@ def Muon(
     ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch, up to
     rounding in bfloat16, with ``nesterov=False``, too. For matrices with both sides of 256 or more, other products
     compute the same iteration in less time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up
-    to 30 %: the iteration enlarges rounding). Both are further than 10 % from UVᵀ, because five iterations do not
-    converge; this one is no further from it than torch's by more than 1 %. ``iteration="minimax"`` converges. A kernel
-    [o i *k] is the matrix [o i·k]; AdamW steps what it steps in ``Natural``. M and the other arguments are those of
-    ``Natural``, ``iteration`` is that of ``Polar``.
+    to 30 %: the iteration enlarges rounding). Five iterations do not converge: both steps are more than 10 %
+    away from UVᵀ, and the distance of this one exceeds that of torch's by at most 1 %. ``iteration="minimax"``
+    converges. A kernel [o i *k] is the matrix [o i·k]. AdamW steps the parameters that it steps in ``Natural``. M and
+    the other arguments are those of ``Natural``, ``iteration`` is that of ``Polar``.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn

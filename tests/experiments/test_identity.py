@@ -17,7 +17,7 @@ from experiments.files import commit
 from experiments.images import Images, Part
 from experiments.sobolev_cifar import arms
 from experiments.sobolev_cifar.arms import TENTHS, Momentum
-from experiments.sobolev_cifar.command import RESULTS, SCHEDULES, arm, main
+from experiments.sobolev_cifar.command import RESULTS, SCHEDULES, TUNED_FILE, arm, main
 from experiments.sobolev_cifar.record import Record, load_all
 from experiments.sobolev_cifar.scheduler import Place
 from experiments.sobolev_cifar.training import Job, Pace, Setup, Training
@@ -125,10 +125,10 @@ def test_without_a_repository_the_commit_must_be_given(monkeypatch: pytest.Monke
 
 def test_the_runs_that_are_kept_are_those_of_the_command_on_a_gpu_with_all_images_and_of_no_other() -> None:
     setup = Setup(device="cuda")
-    records = load_all([RESULTS])
+    records, choices = load_all([RESULTS]), Choices.load(RESULTS / TUNED_FILE)
     assert len(records) >= 34
     for record in records:
-        made = arm(TuningKey.of(record), RESULTS, setup)
+        made = arm(TuningKey.of(record), choices, setup)
         job = Job(record.name.dataset, SCHEDULES[record.name.schedule], made, record.name.seed)
         # The first of K-FAC are from before it was written down which images they are of.
         images = record.settings.get("images", "of today")
