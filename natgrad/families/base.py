@@ -229,14 +229,18 @@ class ExponentialFamily(Family):
         self._check_shape(eta, "eta")
         dtype = torch.promote_types(x.dtype, eta.dtype)  # of both: large terms cancel, also those of log h
         eta = eta.to(dtype)
-        log_Z = self.log_partition(eta)
+        self._inside(eta, self.natural_domain, "eta")
         self.check_data(x)
         check_event(type(self).__name__, self.event_shape(eta.shape[-1]) if self.axes else (), x)
         x = x.to(dtype)
         t = self.statistics(x)
         self._check_pair(eta, t, "the data")
         t = torch.where((eta == 0) & t.isinf(), torch.zeros_like(t), t)  # x⁰ = 1 also where log x is infinite
-        return self.pair(eta, t) - log_Z + self.log_base(x)
+        return self._log_density(eta, t) + self.log_base(x)
+
+    def _log_density(self, eta: Tensor, t: Tensor) -> Tensor:
+        """⟨η, t⟩ − log Z(η) [*batch]."""
+        return self.pair(eta, t) - self._log_partition(eta)
 
     def pair(self, eta: Tensor, xi: Tensor) -> Tensor:
         """⟨η, ξ⟩ [*batch]."""

@@ -62,9 +62,42 @@ class ScalarOutput(ExponentialFamily):
         return Information.diagonal(self._variance(eta), 0)
 
 
+class Coins(ExponentialFamily):
+    """m coins of log-odds η: log Z = m log(1 + e^η), ξ = mp.
+
+    The other side of a coin has the log-odds −η. Where η > 0, p is 1 up to rounding, and 1 − p = σ(−η) has all its
+    digits: divergence, entropy and density are computed of that side.
+    """
+
+    axes = 0
+    natural_domain = Space(axes=0)
+
+    @property
+    @abstractmethod
+    def coins(self) -> int:
+        """m."""
+
+    def entropy(self, eta: Tensor) -> Tensor:
+        eta = self._inside(eta, self.natural_domain, "eta")
+        return super().entropy(torch.where(eta > 0, -eta, eta))
+
+    def _bregman(self, eta: Tensor, eta2: Tensor) -> Tensor:
+        turned = eta2 > 0
+        return super()._bregman(torch.where(turned, -eta, eta), torch.where(turned, -eta2, eta2))
+
+    def _log_density(self, eta: Tensor, t: Tensor) -> Tensor:
+        return t * F.logsigmoid(eta) + (self.coins - t) * F.logsigmoid(-eta)
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return -self.coins * F.logsigmoid(-eta)  # F.softplus(η) is η itself above 20
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self.coins * eta.sigmoid()
+
+
 @final
 @dataclass(frozen=True)
-class Bernoulli(ScalarOutput):
+class Bernoulli(Coins, ScalarOutput):
     """Log-odds y [n *terms]: F = p(1 − p), p = σ(y).
 
     As a distribution: x in {0, 1}, t(x) = x, log Z = log(1 + e^η), ξ = p.
@@ -73,6 +106,7 @@ class Bernoulli(ScalarOutput):
     tensor([[0.2500]])
     """
 
+    coins = 1
     mean_domain = OpenBox(0.0, 1.0, axes=0)
     support = C.boolean
 
@@ -85,12 +119,6 @@ class Bernoulli(ScalarOutput):
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         return expect(self, d, D.Bernoulli).logits
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return F.softplus(eta)
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return eta.sigmoid()
 
     def _natural(self, xi: Tensor) -> Tensor:
         return xi.logit()
@@ -153,7 +181,7 @@ class Poisson(ScalarOutput):
 
 @final
 @dataclass(frozen=True)
-class Binomial(ExponentialFamily):
+class Binomial(Coins):
     """Successes x of ``total_count`` = m coins: t = x, h = m!/(x! (m − x)!), η the log-odds, log Z = m log(1 + e^η).
 
     >>> Binomial(4).mean(torch.tensor(0.0))
@@ -162,12 +190,13 @@ class Binomial(ExponentialFamily):
 
     total_count: int
 
-    axes = 0
-    natural_domain = Space(axes=0)
-
     def __post_init__(self) -> None:
         if not isinstance(self.total_count, int) or self.total_count < 1:
             raise ValueError(f"Binomial(total_count=…) must be an integer, 1 or more, got {self.total_count}")
+
+    @property
+    def coins(self) -> int:
+        return self.total_count
 
     @property
     def mean_domain(self) -> OpenBox:
@@ -187,12 +216,6 @@ class Binomial(ExponentialFamily):
         d = expect(self, d, D.Binomial)
         expect_constant(self, "total_count", self.total_count, d.total_count)
         return d.logits
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return self.total_count * F.softplus(eta)
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return self.total_count * eta.sigmoid()
 
     def _natural(self, xi: Tensor) -> Tensor:
         return xi.log() - (self.total_count - xi).log()

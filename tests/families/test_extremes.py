@@ -1,6 +1,7 @@
 """Far points and both ends of the precision: numbers by mpmath with 40 digits, or by theory."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,24 @@ def test_a_probability_that_rounds_to_one_leads_back() -> None:
     for dtype in (torch.float32, DOUBLE):
         η = torch.tensor([20.0, -20.0], dtype=dtype)
         close(f.Categorical().natural(f.Categorical().mean(η)), η, 1e-6)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("family", [f.Bernoulli(), f.Binomial(3)], ids=repr)
+def test_coins_that_nearly_always_fall_on_one_side_keep_their_digits_on_both(family: Any, sign: int) -> None:
+    m, η = family.coins, torch.tensor([15.0, 20.5, 30.0, 80.0], dtype=DOUBLE)
+    q, q2 = 1 / (1 + η.exp()), 1 / (1 + (η + 2).exp())  # of the side that nearly never falls
+    kl = m * (q2 * (q2 / q).log() + (1 - q2) * (torch.log1p(-q2) - torch.log1p(-q)))
+    near = η > 60  # there 1 − q₂ = 1 cancels in the oracle itself: its first terms in q and q₂
+    kl = torch.where(near, m * (q2 * (q2 / q).log() - q2 + q), kl)
+    torch.testing.assert_close(family.kl(sign * (η + 2)[:, None], sign * η[:, None]), kl, rtol=1e-6, atol=0.0)
+    often, never = (torch.full_like(η, m), torch.zeros_like(η))[::sign]
+    rounding = 0.0 if m == 1 else 1e-14  # of log h
+    torch.testing.assert_close(family.log_prob(sign * η, often), m * torch.log1p(-q), rtol=1e-12, atol=rounding)
+    torch.testing.assert_close(family.log_prob(sign * η, never), m * q.log(), rtol=1e-12, atol=0.0)
+    x = torch.arange(m + 1.0, dtype=DOUBLE)[:, None]
+    log_p = family.log_prob(-η, x)
+    torch.testing.assert_close(family.entropy(sign * η), -(log_p.exp() * log_p).sum(0), rtol=1e-9, atol=rounding)
 
 
 @pytest.mark.parametrize("family", [f.Bernoulli(), f.Poisson(), f.Gamma(), f.FullGaussian()])
