@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.accelerate.autograd_nodes import computes_gradient
 from natgrad.errors import LossMismatchError
 from natgrad.model import returned_tensors
+from natgrad.optim.module_hooks import LossHook, attach_hook
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
 from natgrad.output.metric import DerivedMetric, OutputMetric
@@ -27,6 +28,11 @@ _log = logging.getLogger("natgrad")
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _FEW = 0.05  # of the terms may have no gradient by chance: where an output equals its target
 _SCALES = 10  # GradScaler's factors are powers of two: those of losses are rarely as large as 2¹⁰
+
+_REDUCTION = (
+    "the gradient at {} is that of the {} over {} terms, and the metric that of the {}: give the loss with "
+    'reduction="{}"'
+)
 
 
 @final
@@ -64,15 +70,12 @@ class Watched:
             return
         self.cotangent = cotangent.detach() if self.cotangent is None else self.cotangent + cotangent.detach()
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The user's loss is called, on y or on a view of it."""
-        if self.paused:
-            return
-        read, target = read_by(args, kwargs)
-        y = self.outputs
-        if isinstance(read, Tensor) and read.numel() == y.numel() and read.data_ptr() == y.data_ptr():
-            start = int(read.storage_offset() - y.storage_offset())
-            self.calls.append(LossCall(tuple(read.shape), tuple(read.stride()), start, target))
+    def loss_called(self, y: Tensor, target: Any) -> None:
+        """The user's loss is called, on the outputs or on a view of them."""
+        mine = self.outputs
+        if not self.paused and y.numel() == mine.numel() and y.data_ptr() == mine.data_ptr():
+            start = int(y.storage_offset() - mine.storage_offset())
+            self.calls.append(LossCall(tuple(y.shape), tuple(y.stride()), start, target))
 
 
 @final
@@ -82,6 +85,7 @@ class Factor:
 
     value: float
     name: str  # of the loss
+    reduction: str | None  # of the loss; None: unknown
     terms: int
     tol: float
 
@@ -108,7 +112,7 @@ class LossCheck:
     checked: set[tuple[int, ...]] = field(default_factory=set)  # numbers of axes
     _watched: list[Watched] = field(default_factory=list)
     _other: dict[Any, bool] = field(default_factory=dict)  # outputs beside them: whether they are trained
-    _handles: list[RemovableHandle] = field(default_factory=list)
+    _removers: list[Callable[[], object]] = field(default_factory=list)  # of hooks
     _said: set[str] = field(default_factory=set)
     _passes: int = 0  # since the one that is looked at, with it
     _later: set[int] = field(default_factory=set)  # those of them, without it, that a backward pass has come to
@@ -142,7 +146,7 @@ class LossCheck:
             self._passes += 1
             if self._watched:
                 came = _weakly(self, lambda check, _, number=self._passes: check._came(number))
-                self._handles.extend(y.register_hook(training(came)) for y in tensors if y.requires_grad)
+                self._removers.extend(y.register_hook(training(came)).remove for y in tensors if y.requires_grad)
             return
         self._watched, self._passes, loss = list(_by_head(self.metric, tensors)), 1, loss_in(raw, tensors)
         for each, y in zip(self._watched, tensors, strict=True):
@@ -154,13 +158,9 @@ class LossCheck:
                 self.checked.add(tuple(t.ndim for t in tensors))
                 self._note("the loss cannot be compared with the one given: the model makes it from other tensors")
                 return
-            self._handles.append(handle)
+            self._removers.append(handle.remove)
             if each.loss is not None and isinstance(each.loss.loss, nn.Module):
-                call = _weakly(each, Watched.call)
-                hook = each.loss.loss.register_forward_pre_hook(
-                    lambda _, args, kwargs, call=call: call(args, kwargs), with_kwargs=True
-                )
-                self._handles.append(hook)
+                self._removers.append(attach_hook(each.loss.loss, LossHook(each), each))
         self._watch_others(raw, tensors, params)
 
     def _watch_others(self, raw: Any, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
@@ -173,7 +173,7 @@ class LossCheck:
             if t.grad_fn not in below:
                 self._other[key] = False
                 trained = _weakly(self, lambda check, _, key=key: check._trained(key))
-                self._handles.append(t.register_hook(in_training(params, trained)))
+                self._removers.append(t.register_hook(in_training(params, trained)).remove)
 
     def _trained(self, key: Any) -> None:
         self._other[key] = True
@@ -184,9 +184,9 @@ class LossCheck:
 
     def forget(self) -> None:
         """Look at this step no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
         self._watched, self._other, self._later = [], {}, set()
 
     def report(self) -> None:
@@ -230,7 +230,7 @@ class LossCheck:
         candidates = [[_of_target(each, call, loss, y) for call in calls]] if calls else _of_cotangent(loss, y, c)
         fits = [fit for es in candidates if (fit := _fitted(c, [each.weight * e for e in es], tol)) is not None]
         if fits:
-            return Factor(fits[0], name, _terms(loss, y, c), tol)
+            return Factor(fits[0], name, getattr(loss.loss, "reduction", None), _terms(loss, y, c), tol)
         for other, e, fix in _others(loss, y, c) if c.numel() > 1 else ():  # one number fits any loss
             if _fitted(c, [e], tol) is not None:
                 what = f"the gradient at {each.title} is that of {other}"
@@ -282,18 +282,16 @@ class LossCheck:
 
     def _tell_factor(self, title: str, factor: Factor, alike: bool) -> None:
         """What has made it. One that heads do not have ``alike`` is a weight, on which the metric depends."""
-        α, name, terms = factor.value, factor.name, factor.terms
+        α, name, terms, given = factor.value, factor.name, factor.terms, factor.reduction
         power, k = math.log2(abs(α)), round(1 / α) if abs(α) < 1 else 0
         of_scaler = power > _SCALES - 0.1 and abs(power - round(power)) < 1e-2
         loud = self._loud if alike else self._warn
         if alike and of_scaler and (round(power) == 16 or abs(α - terms) > 1e-2 * α):  # 2¹⁶ is its first factor
             self._note(f"the gradient at {title} is {α:g} times that of {name}, as a GradScaler makes it")
-        elif terms > 1 and (abs(α - terms) < 1e-2 * terms or abs(α * terms - 1) < 1e-2):
-            trained, given = ("sum", "mean") if α > 1 else ("mean", "sum")
-            loud(
-                f"the gradient at {title} is that of the {trained} over {terms} terms, and the metric that of the "
-                f'{given}: give the loss with reduction="{trained}"'
-            )
+        elif terms > 1 and given != "sum" and abs(α - terms) < 1e-2 * terms:
+            loud(_REDUCTION.format(title, "sum", terms, "mean", "sum"))
+        elif terms > 1 and given != "mean" and abs(α * terms - 1) < 1e-2:
+            loud(_REDUCTION.format(title, "mean", terms, "sum", "mean"))
         elif alike and k > 1 and abs(α * k - 1) < 1e-2:
             self._note(f"the gradient at {title} is 1/{k} of that of {name}, as in accumulation over {k} passes")
         elif alike and 0 < α < 1 and self._passes > 1:
@@ -332,12 +330,6 @@ def _metrics(metric: OutputMetric) -> dict[Any, OutputMetric]:
     """That of every head, by its key; None for the only output."""
     whole = _base(metric)
     return {key: _base(each) for key, each in whole.metrics.items()} if isinstance(whole, Heads) else {None: whole}
-
-
-def read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The outputs and the targets that a loss of torch, or one of two arguments, is called with."""
-    given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
-    return given.get("input"), given.get("target")
 
 
 def loss_in(raw: Any, outputs: Sequence[Tensor]) -> Tensor | None:

@@ -598,7 +598,7 @@ class NaturalGradient(torch.optim.Optimizer):
         tracker = self.tracker
         if not names:
             return names
-        if estimated and tracker.metric.source == "outputs":
+        if estimated and tracker.metric.source != "gradients":
             tracker.outside |= names
             tracker.pending_params -= names
             self._name_outside(ω, [name for name in ω if name in names])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import threading
@@ -25,7 +24,7 @@ from natgrad.accelerate.devices import (
     in_transform,
     set_rng_state,
 )
-from natgrad.accelerate.modules import compiling, forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
+from natgrad.accelerate.modules import compiling
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector
@@ -43,8 +42,9 @@ from natgrad.model import (
     side_by_side,
 )
 from natgrad.optim.distributed import World, refuse_strangers
-from natgrad.optim.loss_check import LossCheck, in_training, loss_in, on_cotangent, read_by
+from natgrad.optim.loss_check import LossCheck, in_training, loss_in, on_cotangent
 from natgrad.optim.model_check import ModelCheck
+from natgrad.optim.module_hooks import LossHook, ModuleHook, attach_hook
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
 from natgrad.pullback.gradient import GradientSample
@@ -70,6 +70,11 @@ NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, tar
 NEEDS_CALL = (
     "the metric is due and needs the targets: call the loss that the optimizer was given, {}, on the outputs of the "
     "model, loss(model(x), target), or opt.refresh(x, target) before opt.step()"
+)
+_TWO_TARGETS = (
+    "the loss that the optimizer was given is called with two targets on the outputs of one pass, and its metric "
+    "depends on them: call it once, with targets that are mixed (probabilities of the classes), and under "
+    "torch.no_grad() where it is not trained; or give a metric without targets, such as ng.Fisher(ng.Categorical())"
 )
 NO_COTANGENT = (
     "the metric is due, and no backward pass came through the outputs of a forward pass of the model since the last "
@@ -205,9 +210,11 @@ class Waiting:
     node: Any = None  # of the only output: another one if the user changes it in place
 
     def with_target(self, at: int, target: Any) -> Waiting:
-        """The pass with the target of this output."""
+        """The pass with the target of this output; a second one, which is another, is refused."""
+        targets = (self.batch.target or (None,) * len(self.outputs)) if self.heads else (self.batch.target,)
+        if _differ(targets[at], target):
+            raise LossMismatchError(_TWO_TARGETS)
         if self.heads:  # also where there is one alone
-            targets = self.batch.target or (None,) * len(self.outputs)
             target = (*targets[:at], target, *targets[at + 1 :])
         return replace(self, batch=replace(self.batch, target=target))
 
@@ -215,6 +222,15 @@ class Waiting:
         """Wait no more."""
         if self.handle is not None:
             self.handle.remove()
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two targets are tensors that are not equal. Equal ones are mostly the same, and need no look inside."""
+    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return False
+    if one.data_ptr() == other.data_ptr() and one.numel() == other.numel() and one.dtype == other.dtype:
+        return False
+    return one.numel() != other.numel() or not torch.equal(one.flatten(), other.flatten().to(one))
 
 
 @final
@@ -835,10 +851,8 @@ class MetricTracker:
                 self._waiting.remove(waiting)
                 self._dropped = True
 
-    def loss_called(self, y: Any, target: Any) -> None:
+    def loss_called(self, y: Tensor, target: Any) -> None:
         """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""
-        if not isinstance(y, Tensor):
-            return
         for at, waiting in enumerate(self._waiting):
             for head, mine in enumerate(waiting.outputs):
                 if y.numel() == mine.numel() and y.data_ptr() == mine.data_ptr():
@@ -1012,11 +1026,11 @@ class MetricTracker:
             _log.info(_TERMS, terms)
 
 
-# The hook on the model. It holds the tracker weakly, and leaves no trace in copies of the model.
+# The hook on the model.
 
 
 @final
-class ForwardHook:
+class ForwardHook(ModuleHook):
     """Tells a tracker of every call of its module."""
 
     def __init__(self, tracker: MetricTracker) -> None:
@@ -1035,27 +1049,9 @@ class ForwardHook:
             _tell(tracker, args, kwargs, compiling())
 
 
-@final
-class LossHook:
-    """Tells a tracker of every call of the user's loss."""
-
-    def __init__(self, tracker: MetricTracker) -> None:
-        self._tracker = weakref.ref(tracker)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tracker = self._tracker()
-        if tracker is not None:
-            tracker.loss_called(*read_by(args, kwargs))
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _tell(tracker: MetricTracker, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
     tracker.before_pass(args, kwargs, compiled)
-
-
-_GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
-_HOOKS = (ForwardHook, LossHook)
 
 
 def attach(tracker: MetricTracker, owner: object) -> None:
@@ -1065,46 +1061,6 @@ def attach(tracker: MetricTracker, owner: object) -> None:
     interactive session holds its last error. The optimizer that the message of the error advises must not find the old
     one at work.
     """
-    _hook(tracker.watched, ForwardHook(tracker), owner)
+    attach_hook(tracker.watched, ForwardHook(tracker), owner)
     for awaited in tracker.metric.awaited:
-        _hook(awaited, LossHook(tracker), owner)
-
-
-def _hook(module: nn.Module, hook: ForwardHook | LossHook, owner: object) -> None:
-    """Put a hook on a module until its owner is freed.
-
-    ``pickle``, ``copy.deepcopy`` and ``torch.save`` ask a module for its state by ``__getstate__``, and
-    ``torch.jit.script`` for a module to compile by ``__prepare_scriptable__``. While the hook is there, the module has
-    its own versions of both, which leave the hook out: a saved model loads where natgrad is not installed.
-    """
-    itself = weakref.ref(module)  # not the module: it would be in a reference cycle
-
-    def state() -> Any:
-        module = itself()
-        assert module is not None
-        return _state_without_hooks(module)
-
-    def scriptable() -> nn.Module | None:
-        return copy.copy(itself())
-
-    vars(module).update({_GETSTATE: state, _PREPARE: scriptable})
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    weakref.finalize(owner, _detach, itself, handle)
-
-
-def _detach(itself: Callable[[], nn.Module | None], handle: RemovableHandle) -> None:
-    handle.remove()
-    module = itself()
-    if module is not None and not any(isinstance(hook, _HOOKS) for hook in forward_pre_hooks_in(module).values()):
-        vars(module).pop(_GETSTATE, None)
-        vars(module).pop(_PREPARE, None)
-
-
-def _state_without_hooks(module: nn.Module) -> Any:
-    """What the class of the module says its state is, without what ``attach`` has put there."""
-    of_class = getattr(type(module), _GETSTATE, None)  # before Python 3.11 a class may have none
-    state: Any = vars(module) if of_class is None else of_class(module)
-    if not has_pre_hooks(state):
-        return state
-    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, _HOOKS)]
-    return without_pre_hooks({key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}, ids)
+        attach_hook(awaited, LossHook(tracker), owner)

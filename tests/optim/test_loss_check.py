@@ -326,8 +326,56 @@ def test_mixed_labels_are_calls_of_the_loss_given(caplog: pytest.LogCaptureFixtu
     with pytest.raises(LossMismatchError, match="is not that of CrossEntropyLoss"):
         run(*vectors(), loss, lambda y: loss(y, LABELS) + loss(y, other) + y.square().mean(), strict=True)
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double())  # the metric has one call's targets
-    with pytest.raises(LossMismatchError, match="is not that of CrossEntropyLoss"):
-        run(*vectors(), weighted, lambda y: 0.3 * weighted(y, LABELS) + 0.7 * weighted(y, other), strict=True)
+    with pytest.raises(LossMismatchError, match=r"called with two targets on the outputs of one pass.*probabilities"):
+        run(*vectors(), weighted, lambda y: 0.3 * weighted(y, LABELS) + 0.7 * weighted(y, other))
+    run(*vectors(), weighted, lambda y: 0.3 * weighted(y, LABELS) + 0.7 * weighted(y.clone(), LABELS.clone()))
+
+
+def _logged(loss: nn.Module, y: Tensor) -> None:
+    with torch.no_grad():
+        loss(y, LABELS.roll(1))
+
+
+BESIDE: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "without gradients": _logged,
+    "detached": lambda loss, y: loss(y.detach(), LABELS.roll(1)),
+    "in torch.func": lambda loss, y: torch.func.hessian(lambda z: loss(z, LABELS.roll(1)))(y.detach()),
+    "once more": lambda loss, y: loss(y, LABELS.clone()),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 50.0, 0.1]).double()], ids=["plain", "weighted"])
+def test_calls_of_the_loss_that_train_nothing_change_nothing(
+    beside: str, weight: Tensor | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss = nn.CrossEntropyLoss(weight=weight)
+
+    def trained(train: Train) -> dict[str, Any]:
+        model, x = vectors()
+        run(model, x, loss, train, metric_every=1, strict=True)
+        return model.state_dict()
+
+    def told(y: Tensor) -> Tensor:
+        value: Tensor = loss(y, LABELS)
+        BESIDE[beside](loss, y)
+        return value
+
+    torch.testing.assert_close(trained(told), trained(lambda y: loss(y, LABELS)), rtol=0.0, atol=0.0)
+    assert not messages(caplog)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=repr)
+def test_as_many_passes_as_terms_are_accumulated_and_no_sum(loss: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = vectors()
+    target = LABELS if isinstance(loss, nn.CrossEntropyLoss) else normal(N, C, seed=5)
+    passes = N if isinstance(loss, nn.CrossEntropyLoss) else N * C
+    opt = ng.KFAC(model, loss, strict=True)
+    with caplog.at_level(logging.INFO, "natgrad"):
+        for _ in range(passes):
+            (loss(model(x), target) / passes).backward()
+        opt.step()
+    assert [m for m in messages(caplog, logging.INFO) if f"as in accumulation over {passes} passes" in m]
 
 
 class InArray(torch.autograd.Function):

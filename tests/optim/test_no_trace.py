@@ -1,6 +1,8 @@
 """An optimizer leaves no trace in the model: it is saved, copied, scripted and exported as if there were none."""
 
 import copy
+import gc
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,6 +70,20 @@ def test_a_copy_carries_no_hook(where: str) -> None:
     twin(torch.ones(2, 3)).sum().backward()
     assert not opt.tracker.has_estimate
     step(model, opt)
+
+
+def test_the_loss_that_a_first_pass_waits_for_is_saved_and_freed_as_if_there_were_no_optimizer() -> None:
+    loss = nn.CrossEntropyLoss()
+    model = network()
+    opt = ng.KFAC(model, loss)
+    model(torch.ones(2, 3))
+    assert hooks(loss) != []
+    assert hooks(pickle.loads(pickle.dumps(loss))) == []
+    assert hooks(copy.deepcopy(loss)) == []
+    del opt
+    gc.collect()
+    assert hooks(loss) == []
+    assert vars(loss).keys() == vars(nn.CrossEntropyLoss()).keys()
 
 
 def test_the_hooks_of_the_user_are_copied_and_removed_as_always() -> None:

@@ -163,6 +163,24 @@ def test_strict_refuses_them_before_anything_moves(preset: Callable[..., ng.Natu
     opt.step()
 
 
+def test_layers_that_the_backward_pass_of_the_user_does_not_show_are_named_and_belong_to_the_fallback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """``Empirical()`` sees the layers below the outputs. Parameters of no layer have a metric of their gradient."""
+    one = lambda out: out["a"]  # noqa: E731
+    model, start = two_heads(), two_heads()
+    train(model, ng.NaturalGradient(model, ng.Empirical(), structure=ng.Kronecker(), output=one), range(3))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "do not come through the outputs that the metric is on: b.weight, b.bias do not move: give them" in said
+    assert torch.equal(model.b.weight, start.b.weight)
+    model = two_heads()
+    train(model, ng.Natural(model, ng.Empirical(), output=one), range(1))
+    assert not [key for key in OUTSIDE if torch.equal(model.get_parameter(key), start.get_parameter(key))]
+    opt = ng.KFAC(two_heads(), ng.Empirical(), output=one, strict=True)
+    with pytest.raises(LossMismatchError, match=r"do not come through the outputs.*b\.weight, b\.bias do not move"):
+        train(opt.tracker.module, opt, range(1))
+
+
 def test_the_metric_is_not_estimated_more_often_for_their_sake() -> None:
     model = two_heads()
     opt = made("kronecker", model, every=4)

@@ -1,0 +1,98 @@
+"""Hooks on modules of the user, which hold their listener weakly and leave no trace in copies of the module."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.accelerate.devices import in_transform
+from natgrad.accelerate.modules import forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
+
+_GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
+
+
+class ModuleHook(ABC):
+    """Runs before every call of a module."""
+
+    @abstractmethod
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+
+class LossListener(Protocol):
+    """Is told of calls of the user's loss."""
+
+    def loss_called(self, y: Any, target: Any) -> None:
+        """The loss is called on these outputs and targets."""
+
+
+@final
+class LossHook(ModuleHook):
+    """Tells a listener of calls of the user's loss that a backward pass may follow.
+
+    Others are not those of the loss that is trained: without gradients, as for a log, or inside of ``torch.func``.
+    """
+
+    def __init__(self, listener: LossListener) -> None:
+        self._listener = weakref.ref(listener)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        listener = self._listener()
+        if listener is None or in_transform() or not torch.is_grad_enabled():
+            return
+        y, target = _read_by(args, kwargs)
+        if isinstance(y, torch.Tensor) and y.requires_grad:
+            listener.loss_called(y, target)
+
+
+def _read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The outputs and the targets that a loss of torch, or one of two arguments, is called with."""
+    given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
+    return given.get("input"), given.get("target")
+
+
+def attach_hook(module: nn.Module, hook: ModuleHook, owner: object) -> Callable[[], object]:
+    """Put a hook on a module until its owner is freed. Returns a function that removes it before.
+
+    ``pickle``, ``copy.deepcopy`` and ``torch.save`` ask a module for its state by ``__getstate__``, and
+    ``torch.jit.script`` for a module to compile by ``__prepare_scriptable__``. While the hook is there, the module has
+    its own versions of both, which leave the hook out: a saved model loads where natgrad is not installed.
+    """
+    itself = weakref.ref(module)  # not the module: it would be in a reference cycle
+
+    def state() -> Any:
+        module = itself()
+        assert module is not None
+        return _state_without_hooks(module)
+
+    def scriptable() -> nn.Module | None:
+        return copy.copy(itself())
+
+    vars(module).update({_GETSTATE: state, _PREPARE: scriptable})
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    return weakref.finalize(owner, _detach, itself, handle)
+
+
+def _detach(itself: Callable[[], nn.Module | None], handle: RemovableHandle) -> None:
+    handle.remove()
+    module = itself()
+    if module is not None and not any(isinstance(hook, ModuleHook) for hook in forward_pre_hooks_in(module).values()):
+        vars(module).pop(_GETSTATE, None)
+        vars(module).pop(_PREPARE, None)
+
+
+def _state_without_hooks(module: nn.Module) -> Any:
+    """What the class of the module says its state is, without what ``attach_hook`` has put there."""
+    of_class = getattr(type(module), _GETSTATE, None)  # before Python 3.11 a class may have none
+    state: Any = vars(module) if of_class is None else of_class(module)
+    if not has_pre_hooks(state):
+        return state
+    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, ModuleHook)]
+    return without_pre_hooks({key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}, ids)
