@@ -253,7 +253,9 @@ class Model:
             return type(raw)(*items) if hasattr(raw, "_fields") else tuple(items)
         changed = copy.copy(raw)
         for key, tensor in zip(self.heads, tensors, strict=True):
-            if isinstance(raw, Mapping | list):
+            if isinstance(raw, Mapping):  # those of transformers take numbers, too
+                changed[key if key in raw else list(raw)[key]] = tensor
+            elif isinstance(raw, list):
                 changed[key] = tensor
             else:
                 try:

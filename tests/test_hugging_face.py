@@ -299,3 +299,27 @@ def test_an_optimizer_sees_them_in_the_users_own_pass(name: str) -> None:
     assert y.isfinite().all()
     assert found is not None
     assert expected.keys() == found.tensors().keys()
+
+
+def test_losses_by_number_are_those_of_the_outputs_in_their_order() -> None:
+    """``transformers`` returns mappings that are indexed by names and by numbers."""
+
+    class Answer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.end = nn.Linear(3, 4).double(), nn.Linear(3, 4).double()
+
+        def forward(self, x: Tensor) -> Any:
+            start, end = self.start(x), self.end(x)
+            return tr.modeling_outputs.QuestionAnsweringModelOutput(start_logits=start, end_logits=end)
+
+    torch.manual_seed(0)
+    named, numbered = Answer(), Answer()
+    numbered.load_state_dict(named.state_dict())
+    loss, x, t = nn.CrossEntropyLoss(), torch.randn(5, 3).double(), torch.arange(5) % 4
+    for model, losses in ((named, {"start_logits": loss, "end_logits": loss}), (numbered, (loss, loss))):
+        opt = ng.KFAC(model, losses, strict=True, generator=torch.Generator().manual_seed(0))
+        out = model(x)
+        (loss(out.start_logits, t) + loss(out[1], t.flip(0))).backward()
+        opt.step()
+    torch.testing.assert_close(numbered.state_dict(), named.state_dict(), rtol=0.0, atol=0.0)
