@@ -443,8 +443,11 @@ class Operator(ABC):
         """``invert(self)``, divided over processes by layers where this structure has layers to divide."""
         return invert(self)
 
-    def renewed(self, sharing: WorkSharing | None = None) -> Operator:
-        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
+    def renewed(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> Operator:
+        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew.
+
+        ``exact``: not iterated from the last ones, whatever the structure does in an optimizer.
+        """
         return self
 
     def informed(self, inverse: Inverse, damping: Damping) -> Operator:

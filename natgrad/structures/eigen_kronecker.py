@@ -311,11 +311,17 @@ class EigenKroneckerOperator(LayerOperator):
         basis = Basis(tuple(copies[2]), tuple(copies[3]))
         return replace(self, left=left, right=right, basis=basis, scales=scales, in_place=True)
 
-    def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
-        """In the eigenvectors of S and A as they are now, with D ``carried`` there, or ``sorted``."""
+    def renewed(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> EigenKroneckerOperator:
+        """In the eigenvectors of S and A as they are now, with D ``carried`` there, or ``sorted``.
+
+        ``exact``: the eigenvectors themselves, also where they are otherwise iterated; D is carried to them.
+        """
+        if exact and self.eigenvectors != "exact":
+            decomposed = replace(self, eigenvectors="exact", moments="carried").renewed(sharing, exact=True)
+            return replace(decomposed, eigenvectors=self.eigenvectors, moments=self.moments)
         before = self if self.moments == "carried" else self._sorted()
         basis = before._next_basis(range(len(self.blocks))) if sharing is None else before._shared_basis(sharing)
-        fallback = None if self.fallback is None else self.fallback.renewed()
+        fallback = None if self.fallback is None else self.fallback.renewed(exact=exact)
         scales, old = basis.carried(self.scales, self.basis) if before is self else before.scales, self.basis
         if not self.in_place or [q is None for q in basis.both] != [q is None for q in old.both]:
             return replace(self, basis=basis, scales=scales, fallback=fallback, in_place=False)

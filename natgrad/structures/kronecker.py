@@ -524,7 +524,7 @@ class KroneckerOperator(LayerOperator):
         right = self.layers_lerp(there, self.right, there.right, weight)
         return replace(self, left=left, right=right, fallback=fallback, unseen=self.unseen & there.unseen)
 
-    def renewed(self, sharing: WorkSharing | None = None) -> KroneckerOperator:
+    def renewed(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> KroneckerOperator:
         """In KL divergence with one scale for S and A, in place: S ⊗ A does not say how they share it."""
         if self.fit == "kl" and self.blocks:
             share_scale_(self.right, self.left)

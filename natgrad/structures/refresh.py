@@ -125,6 +125,10 @@ class Refresh(Structure):
     def power(self) -> float:  # type: ignore[override]  # of the inner structure
         return self.structure.power
 
+    @property
+    def has_basis(self) -> bool:  # type: ignore[override]  # of the inner structure
+        return self.structure.has_basis
+
     def elements(self, pullback: Pullback) -> int:
         return self.structure.elements(pullback)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,8 +90,9 @@ class Laplace:
 
     δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
     it; samples and predictions take its value. A metric with ``reduction="mean"`` counts the terms of an example as
-    one. ``Implicit`` needs one CG solve per sample, and has no determinant. The parameters of the model are copied, and
-    never changed.
+    one. ``Implicit`` needs one CG solve per sample, and has no determinant. ``EigenKronecker`` reads a loader with more
+    than one batch twice, first for the eigenvectors of all examples and then for the eigenvalues, at twice the cost.
+    The parameters of the model are copied, and never changed.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -282,22 +283,54 @@ def _mean_metric(
     target: Any,
     generator: torch.Generator | None,
 ) -> tuple[Operator, int]:
-    """G and N; G of a loader is the mean over its batches, weighted by their examples."""
-    operator, n = None, 0
+    """G and N; G of a loader is the mean over its batches, weighted by their examples.
+
+    A structure with eigenvectors takes those of the first batch for all estimates of a pass. Those of all batches are
+    known at the end of it, and D is measured in them in a second pass.
+    """
     view = Observer(model, metric, layers_of(model), generator)
-    for batch_x, batch_target in _batches(model, x, target):
+    first = _one_pass(view, _batches(model, x, target), structure)
+    if first.operator is None:
+        raise ValueError("the loader has no batch: there is no data to take the curvature at")
+    G = first.operator.finite(wait=True)
+    if not structure.has_basis or first.batches == 1:
+        return G, first.examples
+    second = _one_pass(view, _batches(model, x, target), structure, G.renewed(exact=True))
+    if second.operator is None or second.examples != first.examples:
+        raise ValueError(
+            f"the loader gave {first.examples} examples in a first pass, and {second.examples} in a second one, which "
+            f"{structure!r} needs: its eigenvalues are measured in the eigenvectors of all examples. Give a loader "
+            "that can be read twice, or use Kronecker()"
+        )
+    return second.operator.finite(wait=True), first.examples
+
+
+@final
+@dataclass(frozen=True)
+class _Pass:
+    """The mean metric of the examples of a pass over the data, and their number; None if there are none."""
+
+    operator: Operator | None
+    examples: int
+    batches: int
+
+
+def _one_pass(
+    view: Observer, batches: Iterable[tuple[Inputs, Any]], structure: Structure, like: Operator | None = None
+) -> _Pass:
+    """``like``: the operator whose basis it is measured in; by default that of the first batch."""
+    operator, n, count = None, 0, 0
+    for batch_x, batch_target in batches:
         pb = view.checked(batch_x, batch_target)
         if pb.coupling is not None:
             raise IncompatibleError(
                 f"a Laplace approximation does not work with {pb.metric!r}: it couples the examples, so it is not the "
                 "Hessian of a log-likelihood, which is a sum over them. Use its base, or Fisher(family)"
             )
-        n += pb.n
-        new = structure.estimate(pb, operator)
+        n, count = n + pb.n, count + 1
+        new = structure.estimate(pb, operator or like)
         operator = new if operator is None else operator.lerp(new, pb.n / n)
-    if operator is None:
-        raise ValueError("the loader has no batch: there is no data to take the curvature at")
-    return operator.finite(wait=True), n
+    return _Pass(operator, n, count)
 
 
 def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator[tuple[Inputs, Any]]:

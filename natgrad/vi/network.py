@@ -82,6 +82,7 @@ class VariationalNetwork:
 
     Expectations are means over ``pairs`` of samples μ ± ε: terms that are odd in ε cancel, and linear models are
     exact. The first step, before there is a Λ, is taken at μ itself. Between steps the model's parameters are μ.
+    ``EigenKronecker`` is measured in the eigenvectors of the last Λ, and carried to those of the new one.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -144,7 +145,11 @@ class VariationalNetwork:
             slopes.append(slope)
             values.append(value)
         assert new is not None
-        G = new.finite() if last is None else last.lerp(new.finite(), self.rates.precision)
+        G = new.finite()
+        if last is not None:
+            G = last.lerp(G, self.rates.precision)
+            # Kronecker(fit="kl").renewed() shares a scale between S and A, for estimates that know it; here none do.
+            G = G.renewed() if self.structure.has_basis else G
         inverse = Cholesky().init(G, self.prior.damping)
         layout = G.layout
         μ = layout.flatten({name: p.detach() for name, p in self.model.params.items()})

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import natgrad as ng
 from natgrad.model import Model
 from tests import kronecker_oracle, oracle
 from tests.optim.tasks import seeded
 from tests.pulled import normal
-from tests.zoo import case, mlp
+from tests.zoo import case, mlp, opaque
 
 DOUBLE = torch.float64
 
@@ -236,13 +237,96 @@ def test_the_prior_precision_of_a_regularised_loss_is_as_documented(kind: str) -
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kept", [kept for kept in KEPT if kept not in ("low rank", "kronecker", "eigen")])
-def test_a_loader_gives_the_posterior_of_all_its_examples(kept: str) -> None:
-    posterior, _, model, x = _oracle(kept)
-    loader = DataLoader(TensorDataset(x), batch_size=3)  # 3, 3 and 1
-    batched = ng.vi.Laplace(model, loader, ng.Fisher(ng.Categorical()), KEPT[kept][0], δ)
+ITERATED = ng.EigenKronecker(eigenvectors="iterated")  # in an optimizer: here there are no steps in which to iterate
+BATCHED: dict[str, tuple[str, ng.structures.Structure]] = {
+    **{kept: (kept, structure) for kept, (structure, _) in KEPT.items() if kept != "low rank"},
+    "eigen, iterated": ("eigen", ITERATED),
+    "eigen, sorted": ("eigen", replace(ITERATED, moments="sorted")),
+    "eigen, schedule": ("eigen", ng.Refresh(ng.EigenKronecker(), every=10)),
+}
+
+
+@pytest.mark.parametrize("shuffle", [False, True], ids=["ordered", "shuffled"])
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_loader_gives_the_posterior_of_all_its_examples(name: str, shuffle: bool) -> None:
+    kept, structure = BATCHED[name]
+    _, precision, model, x = _oracle(kept)
+    loader = DataLoader(TensorDataset(x), batch_size=3, shuffle=shuffle, generator=torch.Generator().manual_seed(1))
+    batched = ng.vi.Laplace(model, loader, ng.Fisher(ng.Categorical()), structure, δ)  # 3, 3 and 1
     assert batched.examples == len(x)
-    torch.testing.assert_close(batched.covariance(), posterior.covariance(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(batched.covariance(), torch.linalg.inv(precision), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker()])
+def test_the_posterior_of_a_linear_model_is_exact_however_its_data_are_batched(
+    structure: ng.structures.Structure,
+) -> None:
+    """The first batch has other eigenvectors than the data, whose inputs have very different variances."""
+    σ, (x, t, Φ) = 0.3, _regression()
+    scale = torch.tensor([3.0, 1.0, 0.3, 1.0], dtype=DOUBLE)
+    model, covariance = _at_the_mode(Φ * scale, t, σ)
+    loader = DataLoader(TensorDataset(x * scale[:3]), batch_size=2)
+    posterior = ng.vi.Laplace(model, loader, ng.Fisher(ng.Gaussian(scale=σ)), structure, δ)
+    order = [0, 1, 2, 6, 3, 4, 5, 7]  # (weight, bias) by outputs
+    exact = torch.block_diag(covariance, covariance)
+    torch.testing.assert_close(posterior.covariance()[order][:, order], exact, rtol=0, atol=1e-10)
+
+
+class HalfOpaque(nn.Module):
+    """Two products with x, of which one has a layer and the other, v, has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.layer = nn.Parameter(torch.randn(2, 3)), nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 2]."""
+        y: Tensor = self.layer(x) + opaque(x, self.v)
+        return y
+
+
+def test_the_fallback_of_a_loader_is_that_of_all_its_examples() -> None:
+    model, x = _problem(HalfOpaque)
+    one = torch.eye(6, dtype=DOUBLE)
+    block = torch.linalg.inv(torch.block_diag(x.T @ x, x.T @ x) + δ * one)  # of either
+    structure = ng.EigenKronecker(fallback=ng.BlockDense())
+    posterior = ng.vi.Laplace(model, DataLoader(TensorDataset(x), batch_size=3), ng.Euclidean(), structure, δ)
+    torch.testing.assert_close(posterior.covariance(), torch.block_diag(block, block), rtol=0, atol=1e-10)
+
+
+def test_a_sampled_metric_of_a_loader_has_the_trace_of_its_samples() -> None:
+    """EK-FAC keeps the trace of G, here of the rows s xᵀ that were drawn in the second pass over the loader."""
+    model, x = seeded(lambda: nn.Linear(3, 2, bias=False).double()), normal(6, 3)
+    metric, generator = ng.Fisher(ng.Gaussian(), samples=1), torch.Generator().manual_seed(3)
+    loader = DataLoader(TensorDataset(x), batch_size=2)
+    posterior = ng.vi.Laplace(model, loader, metric, ng.EigenKronecker(), δ, generator=generator)
+    again = torch.Generator().manual_seed(3)
+    drawn = [torch.randn(2, 2, generator=again, dtype=DOUBLE) for _ in range(6)]  # s [n o] of 3 batches, twice
+    expected = (torch.cat(drawn[3:]).square().sum(1) * x.square().sum(1)).sum() / 6
+    torch.testing.assert_close(posterior.operator.trace(), expected, rtol=1e-10, atol=0)
+
+
+class Consumed(IterableDataset[Tensor]):
+    """Examples that can be read once."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.rest = iter(x)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rest
+
+
+def _consumed(structure: ng.structures.Structure, batch_size: int) -> ng.vi.Laplace:
+    loader: DataLoader[Any] = DataLoader(Consumed(_regression()[0]), batch_size=batch_size)
+    return ng.vi.Laplace(nn.Linear(3, 2).double(), loader, ng.Euclidean(), structure, δ)
+
+
+def test_a_loader_that_can_be_read_once_is_read_once_where_that_is_enough() -> None:
+    """Other structures have no basis, and that of one batch is the basis of all examples."""
+    assert _consumed(ng.Kronecker(), 4).examples == 12
+    assert _consumed(ng.EigenKronecker(), 12).examples == 12
+    with pytest.raises(ValueError, match=r"12 examples in a first pass, and 0 in a second one, which EigenKronecker\("):
+        _consumed(ng.EigenKronecker(), 4)
 
 
 def test_a_loader_of_pairs_brings_the_targets_of_a_metric_that_needs_them() -> None:

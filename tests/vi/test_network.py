@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 
-N, δ = 30, 0.7
+N, δ, β = 30, 0.7, 0.3
 
 
 def _generator(seed: int = 0) -> torch.Generator:
@@ -61,6 +61,46 @@ def test_one_step_of_size_one_is_the_exact_posterior_of_a_linear_model(structure
         torch.testing.assert_close(
             N * net.operator.dense() + δ * torch.eye(4, dtype=torch.float64), Λ, rtol=1e-10, atol=1e-10
         )
+
+
+def _averages(structure: ng.structures.Structure) -> list[tuple[Tensor, Tensor]]:
+    """G of a posterior after every step on a batch of its own, and the second moment A [4 4] of the batch.
+
+    For one output with a Gaussian likelihood G of a batch is A. Its inputs have other eigenvectors in every batch.
+    """
+    x, t = _regression()
+    x = x * torch.tensor([30.0, 10.0, 3.0], dtype=torch.float64)
+    net, out = _linear(structure, ng.vi.Rates(1.0, β)), []
+    for batch_x, batch_t in zip(x.split(5), t.split(5), strict=True):
+        net.step(batch_x, batch_t, _squared)
+        a = torch.cat([batch_x, torch.ones(5, 1, dtype=torch.float64)], 1)
+        out.append((net.operator.dense(), a.T @ a / 5))
+    return out
+
+
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Kronecker(), ng.Kronecker(fit="kl")])
+def test_the_metric_of_a_linear_model_is_the_average_of_its_batches(structure: ng.structures.Structure) -> None:
+    """S = 1 in every batch, so that S ⊗ A of the averages is the average."""
+    mean = None
+    for G, A in _averages(structure):
+        mean = A if mean is None else (1 - β) * mean + β * A
+        torch.testing.assert_close(G, mean, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", [ng.EigenKronecker(), ng.Refresh(ng.EigenKronecker(), every=10)])
+def test_the_eigenvectors_are_those_of_the_average_in_every_step(structure: ng.structures.Structure) -> None:
+    """D is measured in the eigenvectors P of the last average Ā, and carried to those of the new one."""
+    Ā = D = P = None
+    for G, A in _averages(structure):
+        if Ā is None or D is None or P is None:
+            Ā = A
+            D, P = torch.linalg.eigh(Ā)
+        else:
+            measured = P @ torch.diag((1 - β) * D + β * (P.T @ A @ P).diagonal()) @ P.T
+            Ā = (1 - β) * Ā + β * A
+            P = torch.linalg.eigh(Ā)[1]
+            D = (P.T @ measured @ P).diagonal()
+        torch.testing.assert_close(G, P @ torch.diag(D) @ P.T, rtol=1e-10, atol=1e-10)
 
 
 def test_draws_have_the_mean_and_the_covariance_of_the_posterior() -> None:
@@ -269,7 +309,8 @@ class TestBadInput:
 # The state of a Bayesian neural network: a run that was cut in two is the run.
 
 
-STRUCTURES = [ng.Dense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker()]
+ITERATED = ng.EigenKronecker(eigenvectors="iterated", moments="sorted")
+STRUCTURES = [ng.Dense(), ng.Diagonal(), ng.Kronecker(), ng.Kronecker(fit="kl"), ng.EigenKronecker(), ITERATED]
 
 
 def _data() -> tuple[Tensor, Tensor]:
@@ -284,7 +325,7 @@ def _classifier(structure: ng.structures.Structure, width: int = 4) -> ng.vi.Var
     return ng.vi.VariationalNetwork(model, metric, structure, prior, generator=_generator())
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_posterior_goes_on_from_its_state_bit_for_bit(
     structure: ng.structures.Structure, before: int, tmp_path: Path
