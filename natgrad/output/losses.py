@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -9,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,8 @@ def metric_of(
             "made of its own cotangents, or Fisher(Categorical(axis=-1)) on the frames"
         )
     if kind is None:
-        metric: OutputMetric = HessianLoss(_two_arguments(module if isinstance(module, nn.Module) else loss))
+        two = _two_arguments(module if isinstance(module, nn.Module) else loss)
+        metric: OutputMetric = HessianLoss(two, given=given)
         _log.info("%r", metric)
         return metric if samples is None else Sampled(metric, samples)
     assert isinstance(module, nn.Module)
@@ -436,10 +438,13 @@ class HessianLoss(OutputMetric):
     """h_n = N·∂²L/∂y_n², with negative eigenvalues set to 0, for any loss L(y, t) of a batch of outputs y [n *out].
 
     L is differentiated as it is reduced, whatever its weights and masks; its examples must not depend on each other.
-    ρ is the quadratic form ½(y − y0)ᵀh(y − y0).
+    ``summed``: L is the sum −Σ log p over the examples, and h_n = ∂²L/∂y_n². ρ is the quadratic form
+    ½(y − y0)ᵀh(y − y0).
     """
 
     loss: OneLoss
+    summed: bool = False
+    given: bool = field(default=True, repr=False)  # the loss is a module that the user calls, if it is a module
     checks: set[str] = field(default_factory=set, repr=False, compare=False)  # what has been checked, or said
 
     @property
@@ -448,7 +453,12 @@ class HessianLoss(OutputMetric):
 
     @property
     def awaits(self) -> nn.Module | bool:
-        return self.loss if isinstance(self.loss, nn.Module) else False
+        return self.loss if isinstance(self.loss, nn.Module) and self.given else False
+
+    def of_sum(self) -> HessianLoss:
+        """Of the loss with ``reduction="sum"``. One that does not tell its reduction is taken for a mean, N·L = Σ."""
+        total = _sum_of(self.loss)
+        return self if total is None else replace(self, loss=total, summed=True)
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Curvature:
         if isinstance(target, Curvature):
@@ -460,12 +470,12 @@ class HessianLoss(OutputMetric):
                 f"{self!r}: an example has {d:,} outputs, and its Hessian {d:,}² numbers. Use a loss with a closed "
                 "form (docs/losses.md), or Empirical()"
             )
-        y = y.detach()
+        y, scale = y.detach(), 1 if self.summed else n
         slope = torch.func.grad(lambda a: self.value(a, target))
 
         def product(u: Tensor) -> Tensor:
             pushed: Tensor = torch.func.grad(lambda a: (slope(a) * u).sum())(y)
-            return pushed
+            return scale * pushed
 
         try:
             columns = torch.stack([product(u) for u in one_hot_columns(y)])
@@ -476,7 +486,7 @@ class HessianLoss(OutputMetric):
                 f"{self._name} has no second derivative in torch: {error}. Use Empirical(), which is made of its "
                 "cotangents, or Euclidean()"
             ) from error
-        H = n * columns.reshape(d, n, d).transpose(0, 1)
+        H = columns.reshape(d, n, d).transpose(0, 1)
         λ, V = torch.linalg.eigh(0.5 * (H + H.mT))
         if can_read(y) or "checked" not in self.checks:
             self._check(y, λ, H, product)
@@ -532,7 +542,7 @@ class HessianLoss(OutputMetric):
         # Different numbers for the examples: what their products mix is no block of one example.
         weights = torch.linspace(1, 2, n, dtype=y.dtype, device=y.device).view(-1, *[1] * (y.ndim - 1))
         alone = (H @ weights.expand_as(y).reshape(n, -1, 1)).view(y.shape)
-        if bool(((n * product(weights.expand_as(y)) - alone).abs() > tolerance * n).any()):
+        if bool(((product(weights.expand_as(y)) - alone).abs() > tolerance * n).any()):
             raise IncompatibleError(
                 f"{self._name} couples the examples of a batch: its Hessian has no block for one example. Use "
                 "Empirical(), or a metric on the outputs such as Euclidean()"
@@ -627,6 +637,11 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
     F.gaussian_nll_loss: nn.GaussianNLLLoss,
     F.cosine_embedding_loss: nn.CosineEmbeddingLoss,
     F.ctc_loss: nn.CTCLoss,
+    F.soft_margin_loss: nn.SoftMarginLoss,
+    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
+    F.multi_margin_loss: nn.MultiMarginLoss,
+    F.multilabel_margin_loss: nn.MultiLabelMarginLoss,
+    F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
 }
 
 
@@ -652,6 +667,25 @@ def _module_of(loss: OneLoss) -> nn.Module | None:
 def _is(module: Any, kind: type[nn.Module]) -> bool:
     """Whether it is a loss of torch. A subclass with a ``forward`` of its own (a focal loss) is another loss."""
     return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _sum_of(loss: OneLoss) -> OneLoss | None:
+    """The loss as a sum over the examples; None where nothing tells how it is reduced, or that it is a sum.
+
+    The losses of torch are summed as they are with ``reduction="sum"``. In a loss of somebody else "mean" may be over
+    examples, terms or weights, and only "sum" says what it is.
+    """
+    if isinstance(loss, Stacked):
+        both = _sum_of(loss.loss)
+        return Stacked(both) if isinstance(both, nn.Module) else None
+    if isinstance(loss, functools.partial):
+        return loss if loss.keywords.get("reduction") == "sum" else None
+    reduction = getattr(loss, "reduction", None) if isinstance(loss, nn.Module) else None
+    if reduction == "mean" and type(loss).forward.__module__.startswith("torch.nn."):  # type: ignore[attr-defined]
+        total: Any = copy.copy(loss)  # that of the user stays as it is
+        total.reduction = "sum"
+        return cast(OneLoss, total)
+    return loss if reduction == "sum" else None
 
 
 def _check_reduction(loss: nn.Module) -> None:

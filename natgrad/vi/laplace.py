@@ -84,9 +84,10 @@ class Laplace:
       δ = N·c·D/(2σ²).
 
     A loss in the place of the metric is −log p of one term, up to constants: it is summed over all examples and terms
-    that count, whatever its reduction. So ``nn.MSELoss()`` is Σ(y − t)², of σ² = ½; trained as a mean over the N·D
-    outputs, + (c/2)‖θ‖², it has δ = N·D·c. A loss that is none of torch's is taken for a mean over the examples.
-    With a loss for every head, the outputs [n d] are the heads side by side.
+    that count, whatever its reduction, as torch does with ``reduction="sum"``. So ``nn.MSELoss()`` is Σ(y − t)², of
+    σ² = ½; trained as a mean over the N·D outputs, + (c/2)‖θ‖², it has δ = N·D·c. A loss that is none of torch's is
+    taken for a mean over the examples, or for their sum if it is a module or a ``functools.partial`` with
+    ``reduction="sum"``. With a loss for every head, the outputs [n d] are the heads side by side.
 
     δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
     it; samples and predictions take its value. A metric with ``reduction="mean"`` counts the terms of an example as

@@ -39,7 +39,7 @@ def inputs() -> Tensor:
 
 
 def gauss_newton(net: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Jᵀ ∇²L J [p p] of a loss of all outputs, brute force."""
+    """Jᵀ ∇²L J [p p] of a loss of all outputs, brute force, with negative eigenvalues of ∇²L set to 0."""
     params = dict(net.named_parameters())
     sizes = {name: p.numel() for name, p in params.items()}
 
@@ -53,7 +53,8 @@ def gauss_newton(net: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) ->
     y = outputs(θ).detach()
     J = torch.autograd.functional.jacobian(outputs, θ).reshape(y.numel(), -1)
     H = torch.autograd.functional.hessian(loss, y).reshape(y.numel(), y.numel())
-    return J.T @ H @ J
+    λ, V = torch.linalg.eigh(H)
+    return J.T @ (V * λ.clamp(min=0)) @ V.T @ J
 
 
 def dense(net: nn.Module, x: Tensor, loss: Any, target: Any) -> Tensor:
@@ -173,6 +174,10 @@ CASES = {
     ),
     "gaussian": Case(nn.GaussianNLLLoss(), partial(model, 3, 2, last=mean_and_variance), uniform(3), spread),
     "other module": Case(nn.SoftMarginLoss(), partial(model, 2), 2 * uniform(2).round() - 1),
+    "other module, sum": Case(nn.SoftMarginLoss(reduction="sum"), partial(model, 2), 2 * uniform(2).round() - 1),
+    "other function of torch": Case(
+        partial(F.multilabel_soft_margin_loss, weight=W3[:2]), partial(model, 2), uniform(2).round()
+    ),
     "other function": Case(lambda y, t: (y - t).cosh().sum(1).mean(), partial(model, 2), uniform(2)),
     "other, weighted": Case(
         lambda y, t: F.cross_entropy(y.transpose(1, 2), t, weight=W3), partial(model, 2, 3), labels(2)
@@ -245,6 +250,20 @@ def test_a_loss_that_is_not_convex_is_projected_and_this_is_said(caplog: pytest.
     with caplog.at_level(logging.INFO, "natgrad"):
         torch.testing.assert_close(metric.flat(y, u, t), expected)
     assert "Bounded() is not convex in the outputs" in caplog.text
+
+
+def test_a_loss_that_is_given_as_a_function_of_torch_takes_its_targets_from_refresh() -> None:
+    """It is the module of the same name, which nobody calls, so that no step waits for a call of it."""
+    net, x, t = model(2), inputs(), 2 * uniform(2).round() - 1
+    opt = ng.NaturalGradient(net, F.soft_margin_loss, structure=ng.Dense(), lr=0.0)
+    F.soft_margin_loss(net(x), t).backward()
+    opt.refresh(x, t)
+    opt.step()
+    assert opt.tracker.average is not None
+    expected = gauss_newton(net, x, lambda y: F.soft_margin_loss(y, t))
+    torch.testing.assert_close(opt.tracker.average.dense(), expected, rtol=1e-9, atol=1e-10)
+    assert repr(ng.metric_of(F.soft_margin_loss)) == repr(ng.metric_of(nn.SoftMarginLoss()))
+    assert ng.metric_of(F.soft_margin_loss).awaited == ()
 
 
 def test_two_embeddings_are_stacked() -> None:
@@ -549,6 +568,96 @@ def test_laplace_counts_every_term_in_full(loss: nn.Module) -> None:
     for x, target in ((IDS, t), (loader, None)):
         posterior = ng.vi.Laplace(net, x, loss, prior_precision=δ, target=target)
         torch.testing.assert_close(posterior.covariance(), expected)
+
+
+class Cosh(nn.Module):
+    """A loss of the user, which says how it is reduced, or does not."""
+
+    def __init__(self, reduction: str | None = None) -> None:
+        super().__init__()
+        if reduction is not None:
+            self.reduction = reduction
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return cosh(y, t, reduction=getattr(self, "reduction", "mean"))
+
+
+class Halved(nn.SoftMarginLoss):
+    """A subclass of a loss of torch with a forward of its own is another loss, here a mean over the examples."""
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.soft_margin_loss(y, t, reduction="sum") / (2 * len(y))
+
+
+def cosh(y: Tensor, t: Tensor, reduction: str = "mean") -> Tensor:
+    each = (y - t).cosh().flatten(1).sum(1)
+    return each.sum() if reduction == "sum" else each.mean()
+
+
+Sum = Callable[[Tensor, Tensor], Tensor]
+SIGNS, PAIRS = 2 * uniform(2).round() - 1, 2 * (torch.arange(N) % 2) - 1
+SOFT: Sum = partial(F.soft_margin_loss, reduction="sum")
+LABELS: Sum = partial(F.multilabel_soft_margin_loss, weight=W3, reduction="sum")
+COSH: Sum = partial(cosh, reduction="sum")
+SUMS: dict[str, tuple[Any, tuple[int, ...], Tensor, Sum]] = {
+    "mean": (nn.SoftMarginLoss(), (2,), SIGNS, SOFT),
+    "sum": (nn.SoftMarginLoss(reduction="sum"), (2,), SIGNS, SOFT),
+    "several terms": (nn.SoftMarginLoss(), (2, 3), 2 * uniform(2, 3).round() - 1, SOFT),
+    "function": (F.soft_margin_loss, (2,), SIGNS, SOFT),
+    "function, sum": (SOFT, (2,), SIGNS, SOFT),
+    "labels, mean": (nn.MultiLabelSoftMarginLoss(weight=W3), (3,), uniform(3).round(), LABELS),
+    "labels, sum": (nn.MultiLabelSoftMarginLoss(weight=W3, reduction="sum"), (3,), uniform(3).round(), LABELS),
+    "labels, terms": (nn.MultiLabelSoftMarginLoss(weight=W3), (2, 3), uniform(2, 3).round(), LABELS),
+    "labels, function": (partial(F.multilabel_soft_margin_loss, weight=W3), (3,), uniform(3).round(), LABELS),
+    **{
+        f"embeddings, {reduction}": (
+            nn.CosineEmbeddingLoss(reduction=reduction),
+            (2, 3),
+            PAIRS,
+            lambda y, t: F.cosine_embedding_loss(y[:, 0], y[:, 1], t, reduction="sum"),
+        )
+        for reduction in ("mean", "sum")
+    },
+    "user, mean": (Cosh("mean"), (2, 3), uniform(2, 3), COSH),
+    "user, sum": (Cosh("sum"), (2, 3), uniform(2, 3), COSH),
+    "user, unsaid": (Cosh(), (2, 3), uniform(2, 3), COSH),
+    "user, function": (cosh, (2, 3), uniform(2, 3), COSH),
+    "user, function, mean": (partial(cosh, reduction="mean"), (2, 3), uniform(2, 3), COSH),
+    "user, function, sum": (COSH, (2, 3), uniform(2, 3), COSH),
+    "user, subclass": (Halved(), (2,), SIGNS, lambda y, t: 0.5 * SOFT(y, t)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_laplace_sums_a_loss_without_a_closed_form_over_the_examples(name: str) -> None:
+    loss, shape, t, total = SUMS[name]
+    net, x = model(*shape), inputs()
+    H = gauss_newton(net, x, lambda y: total(y, t))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, t), batch_size=2)
+    for given, target in ((x, t), (loader, None)):
+        posterior = ng.vi.Laplace(net, given, loss, target=target)
+        torch.testing.assert_close(N * posterior.operator.dense(), H, rtol=1e-9, atol=1e-9)
+
+
+def test_laplace_sums_the_loss_of_every_head_and_leaves_the_loss_as_it_is() -> None:
+    class Halves(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).split(2, 1)
+
+    x, loss = inputs(), nn.SoftMarginLoss()
+    net, whole = Halves(3, 4).double(), nn.Linear(3, 4).double()
+    whole.load_state_dict(net.state_dict())
+    H = gauss_newton(whole, x, lambda y: SOFT(y[:, :2], SIGNS) + 0.5 * COSH(y[:, 2:], uniform(2)))
+    heads = ng.metric_of((loss, Cosh("sum")), weights=(1.0, 0.5))
+    posterior = ng.vi.Laplace(net, x, heads, target=(SIGNS, uniform(2)))
+    torch.testing.assert_close(N * posterior.operator.dense(), H, rtol=1e-9, atol=1e-9)
+    assert loss.reduction == "mean"
+
+
+@pytest.mark.parametrize("loss", [nn.SoftMarginLoss(reduction="none"), partial(F.soft_margin_loss, reduction="none")])
+def test_laplace_refuses_a_loss_for_every_term(loss: Any) -> None:
+    with pytest.raises(TypeError, match=r"SoftMarginLoss\(reduction='none'\) must return one number for a batch"):
+        ng.vi.Laplace(model(2), inputs(), loss, target=SIGNS)
 
 
 def test_the_natural_gradient_of_a_loss_in_its_own_metric() -> None:
