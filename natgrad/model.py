@@ -53,13 +53,17 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
     return chain
 
 
+NETWORK_CHILD = "_natgrad_network"  # the name under which a module of the library keeps the user's
+_INSERTED = frozenset({COMPILED_CHILD, NETWORK_CHILD})
+
+
 def plain_name(name: str) -> str:
-    """The name of a parameter without the prefixes that torch.compile inserts.
+    """The name of a parameter in the user's module: without the prefixes that torch.compile and the library insert.
 
     >>> plain_name("encoder._orig_mod.weight")
     'encoder.weight'
     """
-    return ".".join(piece for piece in name.split(".") if piece != COMPILED_CHILD) if COMPILED_CHILD in name else name
+    return ".".join(piece for piece in name.split(".") if piece not in _INSERTED)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -331,7 +335,8 @@ def mixing(module: nn.Module) -> list[str]:
     >>> mixing(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
     ['1 (Dropout)']
     """
-    return [f"{name or 'the model'} ({type(m).__name__})" for name, m in module.named_modules() if _mixes(m)]
+    named = ((plain_name(name) or "the model", m) for name, m in module.named_modules())
+    return [f"{name} ({type(m).__name__})" for name, m in named if _mixes(m)]
 
 
 def _mixes(module: nn.Module) -> bool:

@@ -216,10 +216,9 @@ class LeastSquares:
         self.steps = 0
         self.last: Step | None = None
         self._model = self.classes[0].model
-        self._prefix = "net." if isinstance(params, nn.Module) else ""
         self.velocity: Vector | None = None
         self._logger = OnceLogger()
-        self.rule.admit({name.removeprefix(self._prefix): p for name, p in self._model.params.items()})
+        self.rule.admit(self._model.params)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -247,9 +246,14 @@ class LeastSquares:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken; the parameters are loaded by the model."""
+        velocity, device = state["velocity"], self._model.example.device
+        if velocity is not None and velocity.keys() != self.params.keys():
+            raise ValueError(
+                f"the momentum in the state is of the parameters {', '.join(velocity)}, and here they are "
+                f"{', '.join(self.params)}: load the state of a problem with the same parameters, or rename those in "
+                "state['velocity']"
+            )
         self.damping, self.steps = state["damping"], state["steps"]
-        device = self._model.example.device
-        velocity = state["velocity"]
         self.velocity = None if velocity is None else Vector({name: t.to(device) for name, t in velocity.items()})
 
     def step(self) -> Record:
@@ -349,7 +353,7 @@ class LeastSquares:
                 loss,
             )
         return LeastSquaresResult(
-            params={name.removeprefix(self._prefix): t.clone() for name, t in self._point().items()},
+            params={name: t.clone() for name, t in self._point().items()},
             loss=loss,
             residuals={each.name: pb.y for each, pb in zip(self.classes, pullbacks, strict=True)},
             status=status,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import check_finite
-from natgrad.model import Model, check_types, tensors_of
+from natgrad.model import NETWORK_CHILD, Model, check_types, tensors_of
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.pullback import Batch, Observer, Pullback, layers_of
 
@@ -90,19 +90,19 @@ def _rows(name: str, r: Any, points: tuple[Tensor, ...], params: Iterable[Tensor
 class ResidualsOfNetwork(nn.Module):
     """The residuals as a module around the network, so that the layers of the network are seen.
 
-    Errors about NaN print the name of this class.
+    The parameters keep the names that they have in the network. Errors about NaN print the name of this class.
     """
 
     def __init__(self, name: str, net: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.net = net
+        self.add_module(NETWORK_CHILD, net)
         self.name, self.function = name, function
 
     def forward(self, *points: Tensor) -> Tensor:
         # A function may differentiate the network in x, also where nobody asks for a graph.
-        wanted = torch.is_grad_enabled()
+        wanted, net = torch.is_grad_enabled(), self.get_submodule(NETWORK_CHILD)
         with torch.enable_grad():
-            r = _rows(self.name, self.function(self.net, *points), points, self.net.parameters())
+            r = _rows(self.name, self.function(net, *points), points, net.parameters())
         return r if wanted else r.detach()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.autograd_nodes import VIEWS, WRITTEN_VIEW, output_shape
 from natgrad.errors import BatchStatisticsError, NonFiniteError, UncoveredError
 from natgrad.lru import LRU
-from natgrad.model import Inputs, Model, tensors_of
+from natgrad.model import Inputs, Model, plain_name, tensors_of
 from natgrad.pullback.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, size_pattern, survey
 from natgrad.pullback.layer import Block
 from natgrad.pullback.tape import Tape, Use
@@ -454,7 +454,7 @@ def _first_module(model: Model, x: Inputs) -> str:
 
         def look(_m: nn.Module, _x: Any, out: Any, name: str = name, kind: str = type(module).__name__) -> None:
             if not all(bool(torch.isfinite(t).all()) for t in tensors_of(out) if t.is_floating_point()):
-                broken.append(f"{name or 'the model'} ({kind})")
+                broken.append(f"{plain_name(name) or 'the model'} ({kind})")
 
         handles.append(module.register_forward_hook(look))
     try:

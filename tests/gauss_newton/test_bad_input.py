@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
+from natgrad.errors import BatchStatisticsError, IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
 from tests.gauss_newton.problems import flat, grid, network, poisson, solution
@@ -60,6 +60,15 @@ def test_a_function_that_returns_nan_is_named() -> None:
     residuals = ng.Residuals(lambda net, x: (-net(x).square() - 1).log(), grid(4))
     with pytest.raises(NonFiniteError, match=r"first layer with NaN or infinity is the model \(ResidualsOfNetwork\)"):
         ng.LeastSquares(residuals, network(2, 5, 1)).step()
+
+
+def test_a_layer_is_named_as_in_the_network() -> None:
+    broken = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Threshold(math.inf, math.nan), nn.Linear(3, 1)).double()
+    with pytest.raises(NonFiniteError, match=r"first layer with NaN or infinity is 2 \(Threshold\)"):
+        ng.LeastSquares(ng.Residuals(plain, grid(4)), broken).step()
+    random = nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 1)).double()
+    with pytest.raises(BatchStatisticsError, match=r"^1 \(Dropout\): in training mode"):
+        ng.LeastSquares(ng.Residuals(plain, grid(4)), random).step()
 
 
 def _mixed(net: nn.Sequential) -> nn.Module:

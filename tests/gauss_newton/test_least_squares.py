@@ -48,6 +48,42 @@ def test_a_fixed_step_is_the_damped_least_squares_solution(structure: Structure,
     assert (step - exact).norm() <= 1e-9 * exact.norm()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("as_optimizer", [False, True], ids=["problem", "optimizer"])
+@pytest.mark.parametrize("kind", ["clipping", "projection"])
+def test_a_constrained_step_is_the_clamp_of_the_free_one_by_the_names_of_the_module(
+    kind: str, as_optimizer: bool, compiled: bool
+) -> None:
+    net, λ = network(2, 7, 1), 1e-3
+    names = [name for name, _ in net.named_parameters()]
+    r, J = exact_rows(net)
+    before = flat(net)
+    free = before - torch.linalg.solve(J.T @ J + λ * torch.eye(J.shape[1]).double(), J.T @ r)
+    exact = dict(zip(names, free.split([p.numel() for p in net.parameters()]), strict=True))
+    exact["0.weight"] = exact["0.weight"].clamp(-0.1, 0.1)
+
+    def project(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert list(params) == names
+        return {**params, "0.weight": params["0.weight"].clamp(-0.1, 0.1)}
+
+    constraint = ng.Clipping({"0.weight": (-0.1, 0.1)}) if kind == "clipping" else ng.BackProjection(project)
+    rule = ng.Constrained(ng.Fixed(), constraint)
+    model: Any = torch.compile(net, backend="eager") if compiled else net
+    if as_optimizer:
+        opt = ng.GaussNewton(model, poisson(), step=rule, damping=λ)
+        opt.step()
+        assert opt.last is not None
+        reason = opt.last.reason
+    else:
+        problem = ng.LeastSquares(poisson(), model, step=rule, damping=λ)
+        assert list(problem.params) == names
+        result = problem.solve(max_steps=1)
+        assert list(result.params) == names
+        reason = result.history[0].reason
+    assert reason.endswith("0.weight")
+    torch.testing.assert_close(flat(net), torch.cat(list(exact.values())), rtol=1e-9, atol=1e-9)
+
+
 def test_the_gram_matrix_is_exact_and_the_loss_is_that_of_the_classes() -> None:
     net = network(2, 9, 8, 1)
     r, J = exact_rows(net)
@@ -407,6 +443,22 @@ def test_the_optimizer_makes_the_steps_of_the_problem_and_resumes() -> None:
     again.load_state_dict(opt.state_dict())
     assert float(opt.step()) == float(again.step())
     assert torch.equal(flat(nets[1]), flat(nets[2]))
+
+
+def test_a_problem_resumes_with_the_momentum_of_the_same_parameters() -> None:
+    nets = [network(2, 9, 1) for _ in range(2)]
+    rule = ng.Spring(decay=0.5, search=ng.GridSearch())
+    first, again = (ng.LeastSquares(poisson(4), net, step=rule, damping=1e-4) for net in nets)
+    first.step()
+    nets[1].load_state_dict(nets[0].state_dict())
+    state = first.state_dict()
+    assert list(state["velocity"]) == [name for name, _ in nets[0].named_parameters()]
+    other = {**state, "velocity": {f"net.{name}": t for name, t in state["velocity"].items()}}
+    with pytest.raises(ValueError, match=r"of the parameters net\.0\.weight.*here they are 0\.weight.*rename those in"):
+        again.load_state_dict(other)
+    again.load_state_dict(state)
+    assert first.step().loss == again.step().loss
+    assert torch.equal(flat(nets[0]), flat(nets[1]))
 
 
 def test_a_parameter_has_a_covariance_where_others_have_none() -> None:
