@@ -20,6 +20,7 @@ from natgrad.structures.base import Operator
 from natgrad.structures.implicit import Implicit
 
 _BAR = 40  # characters of the longest bar
+_NOT_FINITE = "the Lanczos process met NaN or infinity in a product with the operator"
 
 
 @final
@@ -30,7 +31,11 @@ class SpectralDensity:
     A probe sees the eigenvalues ``values`` [q k] with the counts ``counts`` [q k], whose sum is the dimension of the
     space that was probed. Of the ``size`` eigenvalues of the operator, ``zeros`` are known to be zero without a probe:
     G = RᵀR and RRᵀ have the same others. ``exhausted``: the process ended by itself, so that the values are
-    eigenvalues, up to rounding, and each that the operator has is among them, multiple ones once.
+    eigenvalues, up to rounding, and each that the operator has is among them, multiple ones once. Their counts are
+    random nevertheless: a probe sees how long it is in the space of an eigenvalue, and not the dimension of that.
+
+    Where as many products as the space has dimensions were allowed, there are no probes: the values are all
+    eigenvalues, in one row (q = 1), multiple ones several times. Every count is 1, and the standard errors are 0.
     """
 
     size: int
@@ -41,11 +46,14 @@ class SpectralDensity:
     exhausted: bool
 
     def trace_of(self, f: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-        """Σ f(λ) over all eigenvalues, and its standard error over the probes (Ubaru, Chen and Saad 2017)."""
+        """Σ f(λ) over all eigenvalues, and its standard error over the probes (Ubaru, Chen and Saad 2017).
+
+        The error is 0 where all eigenvalues are known.
+        """
         at_zero = float(f(self.values.new_zeros(1))[0]) if self.zeros else 0.0
         # Probes that ended early are padded by values without a count, at which f need not be finite
         sums = torch.where(self.counts > 0, self.counts * f(self.values), 0.0).sum(1) + self.zeros * at_zero
-        return float(sums.mean()), float(sums.std() / math.sqrt(len(sums)))
+        return float(sums.mean()), float(sums.std() / math.sqrt(len(sums))) if len(sums) > 1 else 0.0
 
     @cached_property
     def largest(self) -> float:
@@ -133,7 +141,8 @@ def spectral_density(
     Stochastic Lanczos quadrature (Golub and Welsch 1969; Ubaru, Chen and Saad 2017; for networks Ghorbani, Krishnan and
     Xiao 2019): every one of ``probes`` random vectors of signs takes ``steps`` products, and all vectors of a process
     are kept and made orthogonal again. The ends of the spectrum come out exactly, its bulk as a density. The standard
-    error falls as one over the root of the number of probes.
+    error falls as one over the root of the number of probes. In a space of at most ``steps`` dimensions the matrix is
+    formed, by one product for each, and its eigenvalues are exact.
 
     ``G``: an operator (``ng.hessian(…)``, or of any structure), or a pullback, of which no more than products are
     needed. Where the metric has a root with fewer rows N·K than there are parameters, the process runs on RRᵀ.
@@ -162,15 +171,18 @@ def spectral_density(
             "steps=, or raise memory="
         )
     product = G.product if columns is None else lambda t: G.push_root(G.pull_root(t))
-    device = G.device
-    generator = generator or fresh_generator(device)
-    rules, exhausted = [], True
-    for _ in range(probes):
-        signs = torch.randint(2, (dimension,), generator=generator, device=device)
-        diagonal, beside, ended = lanczos(product, (2 * signs - 1).to(dtype), steps)
-        values, weights = gauss_rule(diagonal.double().cpu(), beside[:-1].double().cpu())
-        rules.append((values, dimension * weights))
-        exhausted &= ended
+    device, rules, exhausted = G.device, [], True
+    if steps == dimension:  # fewer products than those of two probes, which would not see multiplicities
+        values = _eigenvalues(product, dimension, dtype, device)
+        rules.append((values, torch.ones_like(values)))
+    else:
+        generator = generator or fresh_generator(device)
+        for _ in range(probes):
+            signs = torch.randint(2, (dimension,), generator=generator, device=device)
+            diagonal, beside, ended = lanczos(product, (2 * signs - 1).to(dtype), steps)
+            values, weights = gauss_rule(diagonal.double().cpu(), beside[:-1].double().cpu())
+            rules.append((values, dimension * weights))
+            exhausted &= ended
     return SpectralDensity(
         size=G.layout.size,
         values=torch.nn.utils.rnn.pad_sequence([values for values, _ in rules], batch_first=True),
@@ -179,6 +191,17 @@ def spectral_density(
         dtype=dtype,
         exhausted=exhausted,
     )
+
+
+def _eigenvalues(
+    product: Callable[[Tensor], Tensor], dimension: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """All eigenvalues of a symmetric operator, in ascending order, from its products with the unit vectors."""
+    matrix = torch.stack([product(e) for e in torch.eye(dimension, dtype=dtype, device=device)])
+    if not bool(matrix.isfinite().all()):
+        raise NonFiniteError(_NOT_FINITE)
+    matrix = matrix.double().cpu()
+    return torch.linalg.eigvalsh(0.5 * (matrix + matrix.T))
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[Tensor, Tensor, bool]:
@@ -208,7 +231,7 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> t
             w = w - Q[: k + 1].T @ (Q[: k + 1] @ w)
         β.append(float(torch.linalg.vector_norm(w)))
         if not math.isfinite(α[-1] + β[-1]):
-            raise NonFiniteError("the Lanczos process met NaN or infinity in a product with the operator")
+            raise NonFiniteError(_NOT_FINITE)
         if β[-1] <= rounding * size:
             break
         q = w / β[-1]

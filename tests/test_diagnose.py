@@ -221,7 +221,7 @@ def test_a_larger_model_is_diagnosed_by_products() -> None:
     pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
     exact = ng.diagnose(pb, nearby=0)
     ω = ng.differential(model, F.cross_entropy(model(x), torch.arange(20) % 2))
-    found = ng.diagnose(pb, ω, method="lanczos", generator=torch.Generator().manual_seed(0))
+    found = ng.diagnose(pb, ω, method="lanczos", steps=30, generator=torch.Generator().manual_seed(0))
     assert (found.size, found.nearby_rank, found.constant_rank) == (exact.size, None, None)
     assert abs(found.rank - exact.rank) <= 4 * found.rank_error
     assert found.rank_error < 0.2 * exact.rank
@@ -236,6 +236,8 @@ def test_a_larger_model_is_diagnosed_by_products() -> None:
     assert outside.in_range is None
     assert outside.outside == pytest.approx(ng.diagnose(pb, random, nearby=0).outside, rel=1e-6)
     assert "ω is not shown to lie in the range of the metric" in str(outside)
+    assert (outside.rank, outside.rank_error) == (exact.rank, 0)  # more steps than the forty rows of the root
+    assert f"rank {exact.rank} of " in str(outside)
 
 
 def test_too_few_steps_show_in_the_error_of_the_rank() -> None:

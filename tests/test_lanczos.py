@@ -29,13 +29,44 @@ def network(*widths: int) -> nn.Sequential:
 
 
 def test_a_process_to_its_end_has_all_eigenvalues() -> None:
-    values = torch.cat([torch.logspace(-6, 2, 30), -torch.logspace(-3, 0, 5)]).double()
-    density = ng.spectral_density(symmetric(values), steps=100)
+    """Thirty-five that are not zero, and many that are: the end comes before the last step."""
+    distinct = torch.cat([torch.logspace(-6, 2, 30), -torch.logspace(-3, 0, 5), torch.zeros(1)]).double()
+    density = ng.spectral_density(symmetric(torch.cat([distinct, torch.zeros(70).double()])), steps=100)
     assert density.exhausted
-    found = density.values[0][density.counts[0] > 0].sort().values
-    close(found, values.sort().values, 1e-9)
+    found = density.values[0][density.counts[0] > 0]
+    near = (found[:, None] - distinct).abs().min(0).values
+    assert float(near.max()) < 1e-9
     assert density.largest == pytest.approx(100.0)
     assert density.smallest == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("f", [lambda λ: λ, torch.square, lambda λ: (1 + λ).log(), lambda λ: (λ > 1.5).double()])
+@pytest.mark.parametrize("steps", [6, 100])
+def test_with_as_many_steps_as_dimensions_nothing_is_random(f: Callable[[Tensor], Tensor], steps: int) -> None:
+    """Also for multiple eigenvalues, of which a probe sees only how long it is in their space."""
+    values = torch.tensor([3.0, 2.0, 2.0, 2.0, 0.5, 0.0], dtype=torch.float64)
+    density = ng.spectral_density(symmetric(values), steps=steps)
+    assert density.exhausted
+    close(density.values, values.flip(0)[None], 1e-12)
+    assert torch.equal(density.counts, torch.ones(1, 6, dtype=torch.float64))
+    trace, error = density.trace_of(f)
+    assert trace == pytest.approx(float(f(values).sum()), rel=1e-12)
+    assert error == 0
+
+
+def test_the_exact_spectrum_of_a_root_has_the_zeros_of_the_metric() -> None:
+    """Twelve rows for forty-three parameters, two of them equal."""
+    model, x = network(4, 6, 2), normal(6, 4)
+    x[5] = x[0]
+    exact = torch.linalg.eigvalsh(oracle.dense(oracle.module_jacobian(model, x), oracle.euclidean(model(x))))
+    density = ng.spectral_density(ng.pullback(model, x, ng.Euclidean()))
+    assert (density.size, density.probed, density.zeros) == (len(exact), 12, len(exact) - 12)
+    close(density.values[0], exact[-12:], 1e-12)
+    for f in (lambda λ: λ, lambda λ: (1 + λ).log(), torch.exp):
+        trace, error = density.trace_of(f)
+        assert trace == pytest.approx(float(f(exact).sum()), rel=1e-12)
+        assert error == 0
+    assert density.bounds_above(density.rounding) == (10, 10)
 
 
 @pytest.mark.parametrize("f", [lambda λ: λ, torch.square, lambda λ: (1 + λ).log(), lambda λ: λ / (λ + 0.1)])
@@ -55,10 +86,12 @@ def test_traces_are_within_their_errors(f: Callable[[Tensor], Tensor]) -> None:
 
 def test_probes_that_end_early_do_not_add_values_at_zero() -> None:
     """Each eigenvector consists of signs, so that a probe may be one."""
-    signs = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]).double()
-    roots = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
-    pb = ng.pullback(nn.Linear(4, 1, bias=False).double(), roots[:, None] * signs, ng.Euclidean())  # G has the roots²
-    density = ng.spectral_density(pb, probes=256, generator=torch.Generator().manual_seed(0))
+    four = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]).double()
+    signs = torch.kron(torch.tensor([[1, 1], [1, -1]]).double(), four)
+    roots = torch.tensor([1.0, 2.0, 3.0, 4.0]).double().repeat(2)
+    pb = ng.pullback(nn.Linear(8, 1, bias=False).double(), roots[:, None] * signs, ng.Euclidean())  # G has the roots²
+    density = ng.spectral_density(pb, probes=256, steps=5, generator=torch.Generator().manual_seed(0))
+    assert density.exhausted  # four different eigenvalues
     assert (density.counts == 0).any()
     for f in (torch.log, torch.reciprocal):
         found, error = density.trace_of(f)

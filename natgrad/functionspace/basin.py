@@ -26,12 +26,16 @@ class BasinVolume:
     ``effective_dimension`` = Σ λ/(λ + ε/σ²): how many directions ε limits within σ (MacKay 1992). ``trace`` = tr G and
     ``sharpness`` = λ_max are what is often reported as (the opposite of) flatness. All of them change with the units of
     the parameters, and ``rank_bounds``, between which the number of directions that the outputs see lies, does not.
+    The trace and the effective dimension have standard errors as well, and these, like ``error``, are 0 where all
+    eigenvalues are known; the sharpness, which all probes find, has none. An estimated trace may be below it.
     """
 
     log_volume: float
     error: float
     effective_dimension: float
+    effective_dimension_error: float
     trace: float
+    trace_error: float
     sharpness: float
     rank_bounds: tuple[float, float]
     density: SpectralDensity
@@ -40,8 +44,9 @@ class BasinVolume:
         low, high = self.rank_bounds
         return (
             f"log-volume {self.log_volume:.6g} ± {self.error:.2g}, to second order, as a share of a Gaussian ball\n"
-            f"effective dimension {self.effective_dimension:.4g} of {self.density.size}, rank {low:.0f} to {high:.0f}\n"
-            f"trace {self.trace:.4g}, sharpness {self.sharpness:.4g}"
+            f"effective dimension {self.effective_dimension:.4g} ± {self.effective_dimension_error:.2g} of "
+            f"{self.density.size}, rank {low:.0f} to {high:.0f}\n"
+            f"trace {self.trace:.4g} ± {self.trace_error:.2g}, sharpness {self.sharpness:.4g}"
         )
 
 
@@ -71,7 +76,8 @@ def basin_volume(
     few parameters. To second order a quantity without units knows nothing but the rank: in the metric G itself the
     basin of ½δᵀGδ is a ball of radius √2ε, of that dimension, at every minimum.
 
-    Estimated from ``probes`` × ``steps`` products with G (``natgrad.spectral_density``).
+    Estimated from ``probes`` × ``steps`` products with G (``natgrad.spectral_density``). Where the parameters, or the
+    rows N·K of a root of G, are at most ``steps``, all eigenvalues are computed, and nothing is estimated.
 
     >>> import natgrad as ng
     >>> x = torch.eye(2, dtype=torch.float64)
@@ -91,11 +97,15 @@ def basin_volume(
         return torch.where(λ > positive, λ, 0.0)
 
     halves, error = density.trace_of(lambda λ: 0.5 * torch.log1p(ratio * clean(λ)))
+    dimension, dimension_error = density.trace_of(lambda λ: ratio * clean(λ) / (1 + ratio * clean(λ)))
+    trace, trace_error = density.trace_of(clean)
     return BasinVolume(
         log_volume=-halves,
         error=error,
-        effective_dimension=density.trace_of(lambda λ: ratio * clean(λ) / (1 + ratio * clean(λ)))[0],
-        trace=density.trace_of(clean)[0],
+        effective_dimension=dimension,
+        effective_dimension_error=dimension_error,
+        trace=trace,
+        trace_error=trace_error,
         sharpness=density.largest,
         rank_bounds=density.bounds_above(positive),
         density=density,

@@ -32,6 +32,7 @@ def test_the_log_volume_is_the_determinant_within_its_error(n: int, epsilon: flo
         ng.Fisher(ng.Categorical()),
         scale=scale,
         probes=32,
+        steps=18,  # of 20 rows, or of 78 parameters
         generator=torch.Generator().manual_seed(0),
     )
     assert abs(found.log_volume - float(exact)) < 4 * found.error
@@ -39,11 +40,29 @@ def test_the_log_volume_is_the_determinant_within_its_error(n: int, epsilon: flo
     assert found.log_volume < 0
     dimension = float((values / (values + epsilon / scale**2)).sum())
     assert found.effective_dimension == pytest.approx(dimension, rel=0.2)
+    assert abs(found.effective_dimension - dimension) < 4 * found.effective_dimension_error < dimension
     assert found.trace == pytest.approx(float(values.sum()), rel=0.3)
+    assert abs(found.trace - float(values.sum())) < 4 * found.trace_error < 2 * float(values.sum())
     assert found.sharpness == pytest.approx(float(values[-1]))
     low, high = found.rank_bounds
     assert low <= high <= len(G)
     assert "log-volume -" in str(found)
+
+
+@pytest.mark.parametrize("n", [10, 150], ids=["rows", "parameters"])
+def test_a_small_metric_has_exact_numbers_without_errors(n: int) -> None:
+    """Ten rows of a root, or sixty-one parameters, are fewer than the steps: the trace is at least the sharpness."""
+    torch.manual_seed(2)
+    model, epsilon = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1)).double(), 0.1
+    x = torch.linspace(-1, 1, n).double()[:, None]
+    values = torch.linalg.eigvalsh(oracle.dense(oracle.module_jacobian(model, x), oracle.euclidean(model(x))))
+    found = basin_volume(model, x, epsilon, ng.Euclidean(), generator=torch.Generator().manual_seed(2))
+    assert found.trace == pytest.approx(float(values.sum()), rel=1e-10)
+    assert found.sharpness == pytest.approx(float(values[-1]), rel=1e-10)
+    assert found.log_volume == pytest.approx(-0.5 * float((1 + values / epsilon).log().sum()), rel=1e-10)
+    assert found.effective_dimension == pytest.approx(float((values / (values + epsilon)).sum()), rel=1e-10)
+    assert (found.error, found.effective_dimension_error, found.trace_error) == (0, 0, 0)
+    assert f"trace {found.trace:.4g} ± 0, sharpness" in str(found)
 
 
 def test_it_is_the_volume_of_a_soft_basin() -> None:
