@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.errors import IncompatibleError
+from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.structures import Structure
 from tests import oracle, zoo
 from tests.golden import agrees, golden, tensor
@@ -205,3 +205,64 @@ def test_refresh_estimates_as_what_it_wraps(structure: Structure) -> None:
     wrapped = ng.Refresh(structure)
     close(wrapped.estimate(pb).dense(), structure.estimate(pb).dense(), 0.0)
     assert wrapped.elements(pb) == structure.elements(pb)
+
+
+CHANGED = r"^the parameters 0\.weight have changed since pullback\(…\).*: call pullback again"
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, ng.Kronecker(), ng.EigenKronecker(), ng.Nystrom(3)], ids=repr)
+def test_a_pullback_is_refused_after_its_parameters_have_changed(structure: Structure) -> None:
+    """J there with h here is the metric of neither, also where only products are needed, or an average exists."""
+    problem = zoo.case("mlp_tanh").make()
+    metric, weight = ng.Fisher(ng.Poisson()), problem.module.get_parameter("0.weight")
+    pb = pull(problem, metric)
+    like = structure.estimate(pb)
+    with torch.no_grad():
+        weight.mul_(1.5)
+    for average in (None, like):
+        with pytest.raises(NatgradError, match=CHANGED):
+            structure.estimate(pb, average)
+    with pytest.raises(NatgradError, match=CHANGED):
+        structure.absorb(pb, like, 0.5)
+    G = oracle.dense(problem.jacobian(), oracle.poisson(problem.outputs()))
+    close(ng.Dense().estimate(pull(problem, metric)).dense(), G)
+
+
+def test_products_outlive_a_change_of_the_parameters_and_the_diagonal_does_not() -> None:
+    problem = zoo.case("mlp_tanh").make()
+    G = oracle.dense(problem.jacobian(), oracle.poisson(problem.outputs()))
+    operator = ng.Implicit().estimate(pull(problem, ng.Fisher(ng.Poisson())))
+    close(operator.diagonal(), G.diagonal())
+    with torch.no_grad():
+        problem.module.get_parameter("0.weight").mul_(1.5)
+    close(operator.dense(), G)
+    with pytest.raises(NatgradError, match=CHANGED):
+        operator.diagonal()
+
+
+class Embedded(nn.Module):
+    """A model that writes to its own table in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 3, max_norm=1.0)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x).tanh().mean(1))
+
+
+@every_structure
+def test_passes_trial_steps_and_gradients_do_not_change_the_parameters(structure: Structure) -> None:
+    torch.manual_seed(0)
+    model, x = Embedded().double(), torch.randint(5, (6, 4))
+    model(x)  # shortens the rows of the table
+    J, h = oracle.module_jacobian(model, x), oracle.euclidean(model(x))
+    pb = ng.pullback(model, x, ng.Euclidean())
+    first = structure.estimate(pb)
+    trial = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, trial, (x,))
+    model(x).sum().backward()
+    model.zero_grad()
+    close(structure.estimate(pb).dense(), first.dense(), 0.0)
+    close(ng.Dense().estimate(pb).dense(), oracle.dense(J, h))

@@ -17,7 +17,7 @@ from natgrad.accelerate.autograd_nodes import version_of
 from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
 from natgrad.accelerate.temporaries import STAYS_IN_CPU_CACHE
-from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.errors import MemoryBoundError, NatgradError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
@@ -223,6 +223,17 @@ class Pullback:
     logger: OnceLogger
     graph_cache: GraphCache[None] | None = None  # CUDA graphs of second moments, for a model that is used repeatedly
     coupled: Coupling | None = None  # C [n m] and K in float64: C may be large, and what it multiplies nearly cancel
+    versions: Mapping[str, int] = field(default_factory=dict)  # of the parameters, where they are watched
+
+    def check_current(self) -> None:
+        """Refuse parameters that were written to after the pass: J would be there, and h where they were before."""
+        params = self.model.params
+        watched = ((name, params[name], version) for name, version in self.versions.items() if name in params)
+        if changed := [name for name, p, version in watched if version_of(p) != version]:
+            raise NatgradError(
+                f"the parameters {listed(changed)} have changed since pullback(…), which has the outputs from before: "
+                "call pullback again, or estimate before you change them"
+            )
 
     @property
     def model(self) -> Model:
@@ -463,10 +474,14 @@ Others = ParamSpec("Others")
 def without_autocast(
     estimate: Callable[Concatenate[Self, Pullback, Others], Result],
 ) -> Callable[Concatenate[Self, Pullback, Others], Result]:
-    """An estimate with autocast off, which would round every product of factors to half precision, and no gradients."""
+    """An estimate with autocast off, which would round every product of factors to half precision, and no gradients.
+
+    Refused where the parameters have changed since the pass.
+    """
 
     @wraps(estimate)
     def wrapped(self: Self, pullback: Pullback, /, *args: Others.args, **kwargs: Others.kwargs) -> Result:
+        pullback.check_current()
         with torch.no_grad(), full_precision(pullback.y.device):
             return estimate(self, pullback, *args, **kwargs)
 
@@ -521,7 +536,8 @@ def pullback(
     (``logits.view(-1, V)``), and the targets are flattened, too; the first input has the n examples on its first axis,
     and y becomes [n t *out]. Without it this is found where rows of the outputs depend on each other (attention) and
     blocks of t rows do not. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
-    it. ``rules``: your own layer rules, which take precedence over those of the library.
+    it. ``rules``: your own layer rules, which take precedence over those of the library. Estimate before the
+    parameters change: afterwards the pullback is refused.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -591,7 +607,11 @@ class Observer:
         check_inputs(self.model, x)
         self.metric.check_target(target)
         self.model.check_separable()
-        return self.of(Batch(self.model, x, target))
+        params = self.model.params
+        before = {name: version_of(p) for name, p in params.items()}
+        pb = self.of(Batch(self.model, x, target))
+        # Those that the pass itself writes to (an embedding with max_norm) are not watched: every pass does.
+        return replace(pb, versions={name: v for name, v in before.items() if version_of(params[name]) == v})
 
     def of(self, batch: Batch, averaged: bool = False, optional: Collection[str] = ()) -> Pullback:
         """The pullback at a batch, by a forward pass of the library; a ``deferred`` one is not split into ranges."""

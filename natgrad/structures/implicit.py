@@ -124,6 +124,8 @@ class ImplicitOperator(Operator):
         return total
 
     def diagonal(self) -> Tensor:
+        for _, pullback, _ in self.terms:  # products have a snapshot of the parameters, and the factors do not
+            pullback.check_current()
         return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
 
     def dense(self) -> Tensor:
