@@ -71,6 +71,11 @@ NEEDS_CALL = (
     "the metric is due and needs the targets: call the loss that the optimizer was given, {}, on the outputs of the "
     "model, loss(model(x), target), or opt.refresh(x, target) before opt.step()"
 )
+_USED_OTHERWISE = (
+    "this pass uses its layers in another way than the first one did, and Empirical(), which waits for your backward "
+    'pass, cannot run it again to look: begin with a batch of several examples, and pass examples="inputs" if the '
+    "model flattens its outputs to [n·t *out]"
+)
 _TWO_TARGETS = (
     "the loss that the optimizer was given is called with two targets on the outputs of one pass, and its metric "
     "depends on them: call it once, with targets that are mixed (probabilities of the classes), and under "
@@ -741,6 +746,8 @@ class MetricTracker:
                 try:
                     pb = self._assemble(batch, tape, observer)
                 except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
+                    if self.metric.source == "backward":
+                        raise UncoveredError(_USED_OTHERWISE) from None
                     pb = self._with_operations(batch, observer)
                 self._add(pb)
         except Exception as error:

@@ -110,6 +110,12 @@ class VariationalNetwork:
                 f"VariationalNetwork takes one output, and {metric!r} is on {len(metric.heads)} heads: let the model "
                 "return one, or use an optimizer"
             )
+        given = getattr(metric, "loss", None)
+        if getattr(given, "reduction", None) == "sum":
+            raise ValueError(
+                f"VariationalNetwork takes the metric of ℓ, a mean over the examples, and {given!r} is their sum: its "
+                'precision would grow with the batch. Give it with reduction="mean"'
+            )
         check_slots(structure=(structure, Structure), prior=(prior, Prior))
         structure.require_whole("VariationalNetwork")
         if pairs < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 from natgrad.accelerate import moments
-from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError
+from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.pullback import coupling
 from natgrad.structures.base import BackwardEstimate
 from tests.optim.states import Net
@@ -523,3 +523,18 @@ def test_clipping_and_steps_of_a_fixed_length_are_not_taken_for_a_grad_scaler(ca
         model = _classifier()
         _scaled_steps(make(model, ng.Empirical(), lr=0.01), model, scale)
     assert not caplog.records
+
+
+def test_outputs_that_a_batch_of_one_example_does_not_show_to_be_flattened_are_refused_with_the_way_out() -> None:
+    def trained(*sizes: int, **options: Any) -> None:
+        model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7), nn.Flatten(0, 1)).double()
+        opt = ng.Natural(model, ng.Empirical(), **options)
+        for n in sizes:
+            opt.zero_grad()
+            F.cross_entropy(model(torch.arange(5 * n).reshape(n, 5) % 7), torch.arange(5 * n) % 7).backward()
+            opt.step()
+
+    with pytest.raises(UncoveredError, match=r'in another way than the first one did.*several examples.*"inputs"'):
+        trained(1, 4)
+    trained(4, 1, 4)
+    trained(1, 4, examples="inputs")

@@ -255,6 +255,10 @@ class TestBadInput:
             ng.vi.Prior(1.0, 0)
         with pytest.raises(ValueError, match=r"rate=2.0 must lie in \(0, 1\]"):
             ng.vi.Rates(mean=2.0)
+        with pytest.raises(ValueError, match=r'a mean over the examples, and .*sum.* with reduction="mean"'):
+            ng.vi.VariationalNetwork(
+                nn.Linear(2, 1), nn.CrossEntropyLoss(reduction="sum"), ng.Dense(), ng.vi.Prior(1.0, 4)
+            )
         with pytest.raises(ValueError, match="needs one pair of samples or more, got 0"):
             _linear(ng.Dense(), ng.vi.Rates(), pairs=0)
 
