@@ -62,6 +62,14 @@ class ScalarOutput(ExponentialFamily):
         return Information.diagonal(self._variance(eta), 0)
 
 
+def _softplus(eta: Tensor) -> Tensor:
+    """log(1 + e^η) with all digits, and those of its derivatives.
+
+    ``F.softplus(η)`` is η itself above 20, and the second derivative of ``F.logsigmoid(−η)`` is 0 far below 0.
+    """
+    return torch.where(eta > 0, -F.logsigmoid(-eta), F.softplus(eta))
+
+
 class Coins(ExponentialFamily):
     """m coins of log-odds η: log Z = m log(1 + e^η), ξ = mp.
 
@@ -86,10 +94,10 @@ class Coins(ExponentialFamily):
         return super()._bregman(torch.where(turned, -eta, eta), torch.where(turned, -eta2, eta2))
 
     def _log_density(self, eta: Tensor, t: Tensor) -> Tensor:
-        return t * F.logsigmoid(eta) + (self.coins - t) * F.logsigmoid(-eta)
+        return -t * _softplus(-eta) - (self.coins - t) * _softplus(eta)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        return -self.coins * F.logsigmoid(-eta)  # F.softplus(η) is η itself above 20
+        return self.coins * _softplus(eta)
 
     def _mean(self, eta: Tensor) -> Tensor:
         return self.coins * eta.sigmoid()

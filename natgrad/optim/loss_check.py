@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any, final
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.autograd_nodes import computes_gradient
 from natgrad.errors import LossMismatchError
-from natgrad.model import returned_tensors
+from natgrad.model import returned_tensors, tensors_of
 from natgrad.optim.module_hooks import LossHook, attach_hook
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
@@ -44,6 +45,7 @@ class LossCall:
     stride: tuple[int, ...]
     start: int
     target: Any
+    trains: bool
 
 
 @final
@@ -70,12 +72,12 @@ class Watched:
             return
         self.cotangent = cotangent.detach() if self.cotangent is None else self.cotangent + cotangent.detach()
 
-    def loss_called(self, y: Tensor, target: Any) -> None:
+    def loss_called(self, y: Tensor, target: Any, *, trains: bool) -> None:
         """The user's loss is called, on the outputs or on a view of them."""
         mine = self.outputs
         if not self.paused and y.numel() == mine.numel() and y.data_ptr() == mine.data_ptr():
             start = int(y.storage_offset() - mine.storage_offset())
-            self.calls.append(LossCall(tuple(y.shape), tuple(y.stride()), start, target))
+            self.calls.append(LossCall(tuple(y.shape), tuple(y.stride()), start, target, trains))
 
 
 @final
@@ -226,7 +228,10 @@ class LossCheck:
         """The gradient over that of the loss, where it is a multiple; else say what it is."""
         y, c, name, tol = _wide(each.y), _wide(cotangent), _title(loss.loss), _TOLERANCES[cotangent.dtype]
         # Labels that are mixed in the loss are several calls. The metric of a loss that needs targets is that of one.
-        calls = each.calls[-1:] if loss.needs_target else each.calls
+        calls = [call for call in each.calls if call.trains] or each.calls
+        if loss.needs_target and any(differ(call.target, calls[-1].target) for call in calls[:-1]):
+            return None  # which has been told when it was called
+        calls = calls[-1:] if loss.needs_target else calls
         candidates = [[_of_target(each, call, loss, y) for call in calls]] if calls else _of_cotangent(loss, y, c)
         fits = [fit for es in candidates if (fit := _fitted(c, [each.weight * e for e in es], tol)) is not None]
         if fits:
@@ -311,6 +316,14 @@ class LossCheck:
             _log.info(message)
         self._said.add(message)
 
+    def two_targets(self) -> None:
+        """The loss has been called with two targets that train, and the metric depends on them."""
+        self._warn(
+            "the loss that the optimizer was given is called with two targets on the outputs of one pass, and its "
+            "metric depends on them: the last one is taken. Call it under torch.no_grad() where it is not trained. If "
+            "both are trained, use Empirical(), whose metric comes from your backward pass"
+        )
+
     def _warn(self, message: str) -> None:
         if self.strict:
             raise LossMismatchError(message)
@@ -330,6 +343,25 @@ def _metrics(metric: OutputMetric) -> dict[Any, OutputMetric]:
     """That of every head, by its key; None for the only output."""
     whole = _base(metric)
     return {key: _base(each) for key, each in whole.metrics.items()} if isinstance(whole, Heads) else {None: whole}
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether targets have tensors that are not equal. Those in the same memory are, and need no look inside."""
+    pairs = list(zip_longest(tensors_of(one), tensors_of(other)))
+    return any(a is None or b is None or (not _in_one_place(a, b) and not _equal(a, b)) for a, b in pairs)
+
+
+def _in_one_place(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Up to their shapes; a NaN, for a value that is missing, equals another."""
+    if a.numel() != b.numel():
+        return False
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    a, b = a.flatten().to(dtype), b.flatten().to(a.device, dtype)
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def loss_in(raw: Any, outputs: Sequence[Tensor]) -> Tensor | None:

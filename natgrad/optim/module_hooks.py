@@ -9,13 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.devices import in_transform
 from natgrad.accelerate.modules import forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
 
 _GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
+_NOT_COMPILED = (
+    "an optimizer of natgrad takes the targets from calls of this loss, in Python: compile the model, and call the "
+    "loss outside, or compile without fullgraph=True"
+)
 
 
 class ModuleHook(ABC):
@@ -28,28 +32,29 @@ class ModuleHook(ABC):
 class LossListener(Protocol):
     """Is told of calls of the user's loss."""
 
-    def loss_called(self, y: Any, target: Any) -> None:
-        """The loss is called on these outputs and targets."""
+    def loss_called(self, y: Tensor, target: Any, *, trains: bool) -> None:
+        """The loss is called on these outputs and targets; ``trains``: a backward pass may follow from this call."""
 
 
 @final
 class LossHook(ModuleHook):
-    """Tells a listener of calls of the user's loss that a backward pass may follow.
+    """Tells a listener of calls of the user's loss, and whether they train.
 
-    Others are not those of the loss that is trained: without gradients, as for a log, or inside of ``torch.func``.
+    One without gradients is for a log, or inside of a ``torch.autograd.Function``. Calls inside of ``torch.func`` have
+    no values to look at, and are none of the training.
     """
 
     def __init__(self, listener: LossListener) -> None:
         self._listener = weakref.ref(listener)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         listener = self._listener()
-        if listener is None or in_transform() or not torch.is_grad_enabled():
+        if listener is None or in_transform():
             return
         y, target = _read_by(args, kwargs)
-        if isinstance(y, torch.Tensor) and y.requires_grad:
-            listener.loss_called(y, target)
+        if isinstance(y, Tensor):
+            listener.loss_called(y, target, trains=torch.is_grad_enabled() and y.requires_grad)
 
 
 def _read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ from natgrad.model import (
     side_by_side,
 )
 from natgrad.optim.distributed import World, refuse_strangers
-from natgrad.optim.loss_check import LossCheck, in_training, loss_in, on_cotangent
+from natgrad.optim.loss_check import LossCheck, differ, in_training, loss_in, on_cotangent
 from natgrad.optim.model_check import ModelCheck
 from natgrad.optim.module_hooks import LossHook, ModuleHook, attach_hook
 from natgrad.output.fisher import Fisher
@@ -75,11 +75,6 @@ _USED_OTHERWISE = (
     "this pass uses its layers in another way than the first one did, and Empirical(), which waits for your backward "
     'pass, cannot run it again to look: begin with a batch of several examples, and pass examples="inputs" if the '
     "model flattens its outputs to [n·t *out]"
-)
-_TWO_TARGETS = (
-    "the loss that the optimizer was given is called with two targets on the outputs of one pass, and its metric "
-    "depends on them: call it once, with targets that are mixed (probabilities of the classes), and under "
-    "torch.no_grad() where it is not trained; or give a metric without targets, such as ng.Fisher(ng.Categorical())"
 )
 NO_COTANGENT = (
     "the metric is due, and no backward pass came through the outputs of a forward pass of the model since the last "
@@ -213,29 +208,26 @@ class Waiting:
     handle: RemovableHandle | None = None  # of the hook at the only one
     heads: tuple[Tensor, ...] = ()  # what the outputs are copies of, where they are joined
     node: Any = None  # of the only output: another one if the user changes it in place
+    provisional: frozenset[int] = frozenset()  # outputs whose targets are those of a call that does not train
 
-    def with_target(self, at: int, target: Any) -> Waiting:
-        """The pass with the target of this output; a second one, which is another, is refused."""
-        targets = (self.batch.target or (None,) * len(self.outputs)) if self.heads else (self.batch.target,)
-        if _differ(targets[at], target):
-            raise LossMismatchError(_TWO_TARGETS)
+    def target(self, at: int) -> Any:
+        """Of this output, so far."""
+        if not self.heads:
+            return self.batch.target
+        return None if self.batch.target is None else self.batch.target[at]
+
+    def with_target(self, at: int, target: Any, *, trains: bool) -> Waiting:
+        """The pass with the target of this output; one of a call that does not train is provisional."""
         if self.heads:  # also where there is one alone
+            targets = self.batch.target or (None,) * len(self.outputs)
             target = (*targets[:at], target, *targets[at + 1 :])
-        return replace(self, batch=replace(self.batch, target=target))
+        provisional = self.provisional - {at} if trains else self.provisional | {at}
+        return replace(self, batch=replace(self.batch, target=target), provisional=provisional)
 
     def forget(self) -> None:
         """Wait no more."""
         if self.handle is not None:
             self.handle.remove()
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Whether two targets are tensors that are not equal. Equal ones are mostly the same, and need no look inside."""
-    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return False
-    if one.data_ptr() == other.data_ptr() and one.numel() == other.numel() and one.dtype == other.dtype:
-        return False
-    return one.numel() != other.numel() or not torch.equal(one.flatten(), other.flatten().to(one))
 
 
 @final
@@ -858,12 +850,30 @@ class MetricTracker:
                 self._waiting.remove(waiting)
                 self._dropped = True
 
-    def loss_called(self, y: Tensor, target: Any) -> None:
-        """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""
+    def loss_called(self, y: Tensor, target: Any, *, trains: bool) -> None:
+        """The user's loss is called on these outputs, or on a view of them: their pass has these targets.
+
+        Those of a call that does not train, as for a log, are taken only if there are no others.
+        """
         for at, waiting in enumerate(self._waiting):
             for head, mine in enumerate(waiting.outputs):
-                if y.numel() == mine.numel() and y.data_ptr() == mine.data_ptr():
-                    self._waiting[at] = waiting.with_target(head, target)
+                if y.numel() != mine.numel() or y.data_ptr() != mine.data_ptr():
+                    continue
+                known = waiting.target(head) is not None and head not in waiting.provisional
+                if known and not trains:
+                    continue
+                if known and differ(waiting.target(head), target):
+                    self._note_two_targets()
+                self._waiting[at] = waiting.with_target(head, target, trains=trains)
+
+    def _note_two_targets(self) -> None:
+        try:
+            self.loss_check.two_targets()
+        except LossMismatchError as error:
+            if self._raises_now:
+                raise
+            # Until ``step``, as in ``_keep_problem``: the targets of other processes may be equal.
+            self._problem = self._problem or error.with_traceback(None)
 
     @property
     def _averaged(self) -> bool:

@@ -53,7 +53,8 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
         if wrong := sorted(_COMMON.intersection(group)):
             raise ValueError(
                 f"a parameter group holds {', '.join(wrong)}, which all parameters share: a group may have lr, "
-                "weight_decay, momentum and fallback. Give it to the optimizer, or make a second optimizer"
+                "weight_decay, momentum and fallback. Give it to the optimizer, make a second optimizer, or call a key "
+                "of your own otherwise"
             )
         if meant := [f"{key}, which is called {name} here" for key, name in _MEANT.items() if key in group]:
             raise ValueError(f"a parameter group holds {', and '.join(meant)}")

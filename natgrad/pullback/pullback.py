@@ -225,14 +225,17 @@ class Pullback:
     coupled: Coupling | None = None  # C [n m] and K in float64: C may be large, and what it multiplies nearly cancel
     versions: Mapping[str, int] = field(default_factory=dict)  # of the parameters, where they are watched
 
-    def check_current(self) -> None:
-        """Refuse parameters that were written to after the pass: J would be there, and h where they were before."""
+    def check_current(self, before: str = "estimate") -> None:
+        """Refuse parameters that were written to after the pass: J would be there, and h where they were before.
+
+        ``before``: what must be done earlier.
+        """
         params = self.model.params
         watched = ((name, params[name], version) for name, version in self.versions.items() if name in params)
         if changed := [name for name, p, version in watched if version_of(p) != version]:
             raise NatgradError(
-                f"the parameters {listed(changed)} have changed since pullback(…), which has the outputs from before: "
-                "call pullback again, or estimate before you change them"
+                f"the parameters {listed(changed)} were written to since pullback(…), which has the outputs from "
+                f"before: call pullback again, or {before} before you change them"
             )
 
     @property
@@ -537,7 +540,8 @@ def pullback(
     and y becomes [n t *out]. Without it this is found where rows of the outputs depend on each other (attention) and
     blocks of t rows do not. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
     it. ``rules``: your own layer rules, which take precedence over those of the library. Estimate before the
-    parameters change: afterwards the pullback is refused.
+    parameters change: afterwards the pullback is refused, unless they were written to through ``p.data`` or by a CUDA
+    graph, which nothing shows.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn

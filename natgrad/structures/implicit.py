@@ -125,7 +125,7 @@ class ImplicitOperator(Operator):
 
     def diagonal(self) -> Tensor:
         for _, pullback, _ in self.terms:  # products have a snapshot of the parameters, and the factors do not
-            pullback.check_current()
+            pullback.check_current("take diagonal() or trace()")
         return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
 
     def dense(self) -> Tensor:

@@ -96,6 +96,11 @@ def test_coins_that_nearly_always_fall_on_one_side_keep_their_digits_on_both(fam
     near = η > 60  # there 1 − q₂ = 1 cancels in the oracle itself: its first terms in q and q₂
     kl = torch.where(near, m * (q2 * (q2 / q).log() - q2 + q), kl)
     torch.testing.assert_close(family.kl(sign * (η + 2)[:, None], sign * η[:, None]), kl, rtol=1e-6, atol=0.0)
+    slope = torch.func.grad(lambda one: family.log_partition(one))
+    for order, derivative in ((slope, 1 - q), (torch.func.grad(slope), q * (1 - q))):
+        torch.testing.assert_close(torch.func.vmap(order)(η), m * derivative, rtol=1e-12, atol=0.0)
+        mirrored = q if order is slope else derivative
+        torch.testing.assert_close(torch.func.vmap(order)(-η), m * mirrored, rtol=1e-12, atol=0.0)
     often, never = (torch.full_like(η, m), torch.zeros_like(η))[::sign]
     rounding = 0.0 if m == 1 else 1e-14  # of log h
     torch.testing.assert_close(family.log_prob(sign * η, often), m * torch.log1p(-q), rtol=1e-12, atol=rounding)

@@ -326,9 +326,53 @@ def test_mixed_labels_are_calls_of_the_loss_given(caplog: pytest.LogCaptureFixtu
     with pytest.raises(LossMismatchError, match="is not that of CrossEntropyLoss"):
         run(*vectors(), loss, lambda y: loss(y, LABELS) + loss(y, other) + y.square().mean(), strict=True)
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double())  # the metric has one call's targets
-    with pytest.raises(LossMismatchError, match=r"called with two targets on the outputs of one pass.*probabilities"):
-        run(*vectors(), weighted, lambda y: 0.3 * weighted(y, LABELS) + 0.7 * weighted(y, other))
-    run(*vectors(), weighted, lambda y: 0.3 * weighted(y, LABELS) + 0.7 * weighted(y.clone(), LABELS.clone()))
+    mixed: Train = lambda y: 0.3 * weighted(y, LABELS) + 0.7 * weighted(y, other)  # noqa: E731
+    with pytest.raises(LossMismatchError, match=r"called with two targets on the outputs of one pass.*Empirical\(\)"):
+        run(*vectors(), weighted, mixed, strict=True)
+    run(*vectors(), weighted, mixed, metric_every=1)
+    (said,) = messages(caplog)
+    assert "two targets" in said
+    run(*vectors(), weighted, lambda y: weighted(y, LABELS) + 0 * weighted(y, LABELS.double().long()), strict=True)
+
+
+class Missing(nn.Module):
+    """Squares of what is not NaN in a pair of targets."""
+
+    def forward(self, y: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return sum((torch.where(t.isnan(), y, t) - y).square().mean() for t in target) / 2  # type: ignore[return-value]
+
+
+def test_targets_are_compared_part_by_part_and_values_that_are_missing_are_equal() -> None:
+    loss, t = Missing(), normal(N, C, seed=5)
+    t[0, 0] = torch.nan
+    run(*vectors(), loss, lambda y: 0.5 * loss(y, (t, t)) + 0.5 * loss(y, (t.clone(), t.clone())), strict=True)
+    with pytest.raises(LossMismatchError, match="two targets"):
+        run(*vectors(), loss, lambda y: 0.5 * loss(y, (t, t)) + 0.5 * loss(y, (t, t + 1)), strict=True)
+
+
+class Inside(torch.autograd.Function):
+    """A loss that is called where gradients are off."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Callable[..., Tensor]) -> Tensor:
+        with torch.enable_grad():
+            leaf = y.detach().requires_grad_()
+            (ctx.slope,) = torch.autograd.grad(F.cross_entropy(leaf, LABELS, loss.weight), leaf)  # type: ignore[attr-defined]
+        return loss(y, LABELS)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return cotangents[0] * ctx.slope, None
+
+
+def test_a_call_without_gradients_has_the_targets_if_no_other_has() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 50.0, 0.1]).double())
+    found = []
+    for train in (lambda y: loss(y, LABELS), lambda y: Inside.apply(y, loss)):  # type: ignore[no-untyped-call]
+        model, x = vectors()
+        run(model, x, loss, train, metric_every=1, strict=True)
+        found.append(model.state_dict())
+    torch.testing.assert_close(found[0], found[1])
 
 
 def _logged(loss: nn.Module, y: Tensor) -> None:
