@@ -859,10 +859,10 @@ class MetricTracker:
             for head, mine in enumerate(waiting.outputs):
                 if y.numel() != mine.numel() or y.data_ptr() != mine.data_ptr():
                     continue
-                known = waiting.target(head) is not None and head not in waiting.provisional
-                if known and not trains:
+                settled = waiting.target(head) is not None and head not in waiting.provisional
+                if settled and not trains:
                     continue
-                if known and differ(waiting.target(head), target):
+                if settled and differ(waiting.target(head), target):
                     self._note_two_targets()
                 self._waiting[at] = waiting.with_target(head, target, trains=trains)
 
