@@ -1,4 +1,4 @@
-"""How much is worked on at once: larger temporaries than these are made in pieces."""
+"""How much is worked on at once (larger temporaries are made in pieces), and how a Jacobian is cheapest."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def _softplus(eta: Tensor) -> Tensor:
 class Coins(ExponentialFamily):
     """m coins of log-odds η: log Z = m log(1 + e^η), ξ = mp.
 
-    The other side of a coin has the log-odds −η. Where η > 0, p is 1 up to rounding, and 1 − p = σ(−η) has all its
-    digits: divergence, entropy and density are computed of that side.
+    The other side of a coin has the log-odds −η. Where η is large, p rounds to 1, but 1 − p = σ(−η) keeps its digits.
+    So divergence and entropy are computed for the less likely side, and the density from both sides.
     """
 
     axes = 0

@@ -230,7 +230,8 @@ class LossCheck:
         # Labels that are mixed in the loss are several calls. The metric of a loss that needs targets is that of one.
         calls = [call for call in each.calls if call.trains] or each.calls
         if loss.needs_target and any(differ(call.target, calls[-1].target) for call in calls[:-1]):
-            return None  # which has been told when it was called
+            self.two_targets()
+            return None
         calls = calls[-1:] if loss.needs_target else calls
         candidates = [[_of_target(each, call, loss, y) for call in calls]] if calls else _of_cotangent(loss, y, c)
         fits = [fit for es in candidates if (fit := _fitted(c, [each.weight * e for e in es], tol)) is not None]

@@ -40,8 +40,8 @@ class LossListener(Protocol):
 class LossHook(ModuleHook):
     """Tells a listener of calls of the user's loss, and whether they train.
 
-    One without gradients is for a log, or inside of a ``torch.autograd.Function``. Calls inside of ``torch.func`` have
-    no values to look at, and are none of the training.
+    A call without gradients is for a log, or inside of a ``torch.autograd.Function``. A call inside of ``torch.func``
+    is ignored: it does not train, and its tensors have no values to look at.
     """
 
     def __init__(self, listener: LossListener) -> None:

@@ -286,8 +286,8 @@ class MetricTracker:
         optional: frozenset[str],
     ) -> None:
         self._queried = queried
-        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self.schedule, self.generator = schedule, generator
+        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self.optional, self.declared = optional, observer  # ``declared``: before parameters are left out
         self.structure = schedule.structure
         self.world = world

@@ -290,36 +290,29 @@ def _mean_metric(
     known at the end of it, and D is measured in them in a second pass.
     """
     view = Observer(model, metric, layers_of(model), generator)
-    first = _one_pass(view, _batches(model, x, target), structure)
-    if first.operator is None:
+    G, n, count = _one_pass(view, _batches(model, x, target), structure)
+    if G is None:
         raise ValueError("the loader has no batch: there is no data to take the curvature at")
-    G = first.operator.finite(wait=True)
-    if not structure.has_basis or first.batches == 1:
-        return G, first.examples
-    second = _one_pass(view, _batches(model, x, target), structure, G.renewed(exact=True))
-    if second.operator is None or second.examples != first.examples:
+    G = G.finite(wait=True)
+    if not structure.has_basis or count == 1:
+        return G, n
+    again, n2, _ = _one_pass(view, _batches(model, x, target), structure, G.renewed(exact=True))
+    if again is None or n2 != n:
         raise ValueError(
-            f"the loader gave {first.examples} examples in a first pass, and {second.examples} in a second one, which "
-            f"{structure!r} needs: its eigenvalues are measured in the eigenvectors of all examples. Give a loader "
-            "that can be read twice, or use Kronecker()"
+            f"the loader gave {n} examples in a first pass, and {n2} in a second one, which {structure!r} needs: its "
+            "eigenvalues are measured in the eigenvectors of all examples. Give a loader that can be read twice, or "
+            "use Kronecker()"
         )
-    return second.operator.finite(wait=True), first.examples
-
-
-@final
-@dataclass(frozen=True)
-class _Pass:
-    """The mean metric of the examples of a pass over the data, and their number; None if there are none."""
-
-    operator: Operator | None
-    examples: int
-    batches: int
+    return again.finite(wait=True), n
 
 
 def _one_pass(
     view: Observer, batches: Iterable[tuple[Inputs, Any]], structure: Structure, like: Operator | None = None
-) -> _Pass:
-    """``like``: the operator whose basis it is measured in; by default that of the first batch."""
+) -> tuple[Operator | None, int, int]:
+    """The mean metric of all examples (None if there are none), their number, and that of the batches.
+
+    ``like``: the operator whose basis it is measured in; by default that of the first batch.
+    """
     operator, n, count = None, 0, 0
     for batch_x, batch_target in batches:
         pb = view.checked(batch_x, batch_target)
@@ -331,7 +324,7 @@ def _one_pass(
         n, count = n + pb.n, count + 1
         new = structure.estimate(pb, operator or like)
         operator = new if operator is None else operator.lerp(new, pb.n / n)
-    return _Pass(operator, n, count)
+    return operator, n, count
 
 
 def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator[tuple[Inputs, Any]]:
