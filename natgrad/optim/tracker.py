@@ -808,6 +808,7 @@ class MetricTracker:
         self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle, node=outputs[0].grad_fn))
         return True, None
 
+    @torch.enable_grad()  # a backward pass has it off, and what is computed here is read as in the forward pass
     def cotangents_arrived(self, number: int, cotangents: Sequence[Tensor | None]) -> None:
         """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass.
 
@@ -829,8 +830,7 @@ class MetricTracker:
             assert self.model.heads is not None
             keys = tuple(self.model.heads[at] for at, _ in there)
             observer = replace(observer, model=replace(self.model, heads=keys), metric=self.metric.only(keys))
-            with torch.enable_grad():
-                y = side_by_side([waiting.heads[at] for at, _ in there])
+            y = side_by_side([waiting.heads[at] for at, _ in there])
             tape = replace(tape, y=y, shapes=tuple(tape.shapes[at] for at, _ in there))
             if batch.target is not None:
                 batch = replace(batch, target=tuple(batch.target[at] for at, _ in there))
@@ -937,13 +937,12 @@ class MetricTracker:
         recorder, rng_state = self._recorders[True], get_rng_state(self.model.example.device)
         recorder.start(batch.x, operations=True)
         try:
-            with torch.enable_grad(), library_pass(), untouched(self.module), eager(self.module):
+            with library_pass(), untouched(self.module), eager(self.module):
                 raw = self.module(*batch.x.args, **batch.x.kwargs)
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(*observer.model.read(raw, batch.x))
-        return self._assemble(batch, tape, observer)
+        return self._assemble(batch, recorder.tape(*observer.model.read(raw, batch.x)), observer)
 
     def abandon(self) -> None:
         """Stop recording a pass that never ended: no hook hears of a KeyboardInterrupt."""

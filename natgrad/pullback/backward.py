@@ -22,6 +22,23 @@ Consume: TypeAlias = Callable[[Sequence[int], Cotangents], None]  # numbers of l
 Arrived: TypeAlias = tuple[Tensor | None, ...]  # what a node is given, of every output of it
 
 
+def _outermost(receive: Callable[..., None]) -> Callable[..., None]:
+    """The hook, deaf while it runs: to compute features it may pull a parameter's rows through the layers below."""
+    runs = False
+
+    def hook(*arrived: Any) -> None:
+        nonlocal runs
+        if runs:
+            return
+        runs = True
+        try:
+            receive(*arrived)
+        finally:
+            runs = False
+
+    return hook
+
+
 def stream_cotangents(
     tape: Tape, blocks: Sequence[Block], s: Tensor, consume: Consume, room: int | None = None
 ) -> None:
@@ -73,24 +90,22 @@ def stream_cotangents(
                 cotangents_of[at] = (use.batch_first(g.unsqueeze(0)),)
         return cotangents_of
 
-    def hook(at: int) -> RemovableHandle:
+    @_outermost
+    def receive(at: int, grads: Arrived) -> None:
         """With the cotangents of the ``last`` use that there is room for, those that wait are consumed."""
+        boxes[at].append(grads)
+        waiting = arrived() if at in last else {}
+        if waiting:
+            numbers = sorted({b for use in waiting for b in layers_of[use]})
+            consumed.update(waiting)
+            for b in numbers:
+                del left[b]
+            consume(numbers, Cotangents(waiting, {}))
+
+    def hook(at: int) -> RemovableHandle:
         (edge,) = tape.uses[at].edges
         assert edge is not None
-        if at not in last:
-            return edge.node.register_prehook(boxes[at].append)
-
-        def receive(grads: Arrived) -> None:
-            boxes[at].append(grads)
-            waiting = arrived()
-            if waiting:
-                numbers = sorted({b for use in waiting for b in layers_of[use]})
-                consumed.update(waiting)
-                for b in numbers:
-                    del left[b]
-                consume(numbers, Cotangents(waiting, {}))
-
-        return edge.node.register_prehook(receive)
+        return edge.node.register_prehook(partial(receive, at))
 
     handles = [hook(at) for at in early]
     try:
@@ -129,7 +144,8 @@ class BackwardHooks:
             for j, edge in enumerate(tape.uses[at].edges):
                 if edge is not None:
                     outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
-        self._handles = [node.register_prehook(partial(self._receive, of_node)) for node, of_node in outputs.items()]
+        receive = _outermost(self._receive)
+        self._handles = [node.register_prehook(partial(receive, of_node)) for node, of_node in outputs.items()]
         # Without the graph, which holds the hooks and with them this object.
         uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
         self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)

@@ -682,7 +682,7 @@ class Observer:
             hint = 'pass examples="inputs"'
             if not averaged and separable(batch.x, first):
                 observer = replace(self, model=replace(self.model, examples="inputs"))
-                with torch.enable_grad():  # the hook of a backward pass has it off
+                with torch.enable_grad():  # the caller may have it off
                     by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
                 still = observer._layers(by_example, whole).reasons.keys()
                 if not still or (still <= set(optional) and still < layers.reasons.keys()):

@@ -62,6 +62,18 @@ class Behind(nn.Module):
         return self.head(torch.tanh(h @ w) * self.gain.exp())
 
 
+class Prompts(nn.Module):
+    """Learned prompts, which pass through a layer before they are compared with the data: [n 3] → [n 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts, self.key, self.query = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.key(torch.tanh(self.prompts).expand(len(x), 3, 4))
+        return torch.einsum("nd,nkd->nk", self.query(x), keys)
+
+
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
 
@@ -80,6 +92,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "text": (Text, lambda: torch.randint(7, (N, 5))),
     "twice": (Twice, reals(5, 3)),
     "behind functions": (Behind, reals(3)),
+    "through a layer": (Prompts, reals(3)),
 }
 
 

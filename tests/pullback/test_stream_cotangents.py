@@ -16,8 +16,8 @@ from natgrad.pullback.moments import factors_of
 from natgrad.pullback.pullback import layers_of
 from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Cotangents, record
-from tests import zoo
-from tests.pulled import close, normal, pull, random_roots
+from tests import kronecker_oracle, zoo
+from tests.pulled import close, normal, oracle_rows, pull, random_roots
 
 
 @pytest.mark.parametrize("room", [0, 200, 1000, 10**9])
@@ -109,6 +109,29 @@ def test_a_pass_inside_the_pass_is_refused_by_name() -> None:
     pb = ng.pullback(model, normal(4, 4), ng.Fisher(ng.Gaussian(), samples=1))
     with pytest.raises(NatgradError, match=r"came twice to the outputs of Linear\(in_features=4.*autograd\.Function"):
         ng.Kronecker().estimate(pb)
+
+
+class Prompts(nn.Module):
+    """Learned prompts, which pass through layers before they are compared with the data: [n 5] → [n 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.Parameter(torch.randn(3, 4))
+        self.norm, self.key, self.query, self.head = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(5, 4), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.key(torch.tanh(self.norm(self.prompts.expand(len(x), 3, 4))))
+        return self.head(torch.tanh(torch.einsum("nd,nkd->nk", self.query(x), keys)))
+
+
+def test_a_parameter_that_is_pulled_through_layers_below_leaves_their_cotangents_alone() -> None:
+    """S ⊗ A of every layer, and the diagonal of the prompts."""
+    torch.manual_seed(0)
+    problem = zoo.Problem(Prompts().double(), normal(6, 5))
+    metric = random_roots(problem, k=1)
+    R = oracle_rows(problem, metric.s).flatten(0, 1)
+    layers = kronecker_oracle.layers(problem.module, problem.x, metric.s)
+    close(ng.Kronecker().estimate(pull(problem, metric)).dense(), kronecker_oracle.kfac(layers, "expand", R.T @ R))
 
 
 def test_what_has_been_used_is_forgotten_before_the_rest_is_made() -> None:
