@@ -132,7 +132,7 @@ def test_a_metric_that_waits_for_the_loss_sees_all_uses_of_a_weight(
 
     y = flat(net(x))
     J = torch.stack([oracle.differential(net, each) for each in y.flatten()])
-    h = torch.autograd.functional.hessian(lambda y: loss(y, x), y.detach()).reshape(len(J), len(J))  # type: ignore[no-untyped-call]
+    h = torch.autograd.functional.hessian(lambda y: loss(y, x), y.detach()).reshape(len(J), len(J))
     start = oracle.flatten(net.parameters())
     step = torch.linalg.solve(
         J.T @ h @ J + 0.1 * torch.eye(len(start), dtype=torch.float64), oracle.differential(net, loss(y, x))
