@@ -460,6 +460,7 @@ class HessianLoss(OutputMetric):
         total = _sum_of(self.loss)
         return self if total is None else replace(self, loss=total, summed=True)
 
+    @torch.no_grad()  # also where the loss has parameters
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Curvature:
         if isinstance(target, Curvature):
             return target
