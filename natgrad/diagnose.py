@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import MemoryBoundError, NatgradError
-from natgrad.geometry import Covector, Vector
+from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.lanczos import SpectralDensity, residual, spectral_density
 from natgrad.linalg import range_rounding
 from natgrad.model import Model, check_slots, map_tensors
@@ -147,6 +147,8 @@ def diagnose(
     6
     """
     check_slots(pullback=(pullback, Pullback))
+    if ω is not None:
+        check_kind(ω, Covector, "diagnose(pullback, ω)")
     if method not in ("auto", "dense", "lanczos"):
         raise ValueError(f'diagnose(method=…) is "auto", "dense" or "lanczos", not {method!r}')
     dtype = pullback.model.example.dtype

@@ -141,6 +141,8 @@ class Vector(NamedTensors):
         >>> Vector({"w": torch.tensor([3.0, 4.0])}).norm(Identity())
         tensor(5.)
         """
+        if not hasattr(metric, "flat"):
+            raise TypeError(f"v.norm(metric) takes a metric with a flat, such as G, not a {type(metric).__name__}")
         return (metric.flat(self) @ self).sqrt()
 
 
@@ -176,6 +178,10 @@ other: v = natgrad.sharp(G, ω)
 
     def norm(self, metric: Sharp) -> Tensor:
         """‖ω‖ = √⟨ω, ω♯⟩, the dual norm; the metric is anything with a ``sharp``, as ``solver.init(G, damping)``."""
+        if not hasattr(metric, "sharp"):
+            raise TypeError(
+                f"ω.norm(metric) takes a metric with a sharp, such as Cholesky().init(G), not a {type(metric).__name__}"
+            )
         return (self @ metric.sharp(self)).sqrt()
 
 
@@ -200,10 +206,32 @@ class Identity:
     """
 
     def flat(self, v: Vector) -> Covector:
+        check_kind(v, Vector, "Identity().flat(v)")
         return Covector(v)
 
     def sharp(self, ω: Covector) -> Vector:
+        check_kind(ω, Covector, "Identity().sharp(ω)")
         return Vector(ω)
+
+
+_KINDS = {
+    Vector: ("a Vector (a step)", "natgrad.sharp(G, ω) makes a Vector of a Covector"),
+    Covector: ("a Covector (a gradient)", "G.flat(v) makes a Covector of a Vector"),
+}
+
+
+def check_kind(element: object, kind: type[Vector | Covector], call: str) -> None:
+    """Refuse a covector in the place of a vector, or the other fix round, and what is neither.
+
+    ``call``: as the user has written it, with the name of the argument.
+    """
+    if type(element) is kind:
+        return
+    wanted, fix = _KINDS[kind]
+    given = next((words for other, (words, _) in _KINDS.items() if type(element) is other), None)
+    if given is None:
+        given, fix = f"a {type(element).__name__}", f"natgrad.{kind.__name__}(tensors) makes one of tensors by name"
+    raise TypeError(f"{call} takes {wanted}, not {given}: {fix}")
 
 
 def _refuse(left: object, right: object) -> NoReturn:
@@ -305,7 +333,10 @@ class Jacobian:
     def push(self, v: Vector) -> Tensor:
         """J v [n *out]: the velocity of the outputs when the parameters move along v."""
         if not isinstance(v, Vector):
-            raise TypeError(f"only a Vector can be pushed forward, not a {type(v).__name__}")
+            raise TypeError(
+                f"only a Vector can be pushed forward, not a {type(v).__name__}: natgrad.sharp(G, ω) makes a Vector of "
+                "a Covector"
+            )
         _match(dict(sorted(self._linear.params.items())), dict(sorted(v.items())), "the model and v")
         return self._linear.push(v)
 

@@ -268,6 +268,16 @@ def test_pushforward_takes_a_pure_function_and_vectors_only() -> None:
         ng.pushforward(problem.model, problem.x, ng.Vector({"w": v["w"]}), problem.params)
 
 
+def test_a_norm_names_the_map_that_its_metric_must_have() -> None:
+    G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": normal(2)}), torch.eye(2, dtype=torch.float64))
+    inverse, w = ng.Cholesky().init(G), {"w": normal(2)}
+    close(ng.Vector(w).norm(G), ng.Covector(w).norm(inverse))
+    with pytest.raises(TypeError, match=r"a metric with a sharp, such as .*, not a DenseOperator"):
+        ng.Covector(w).norm(G)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a metric with a flat, such as G, not a CholeskyInverse"):
+        ng.Vector(w).norm(inverse)  # type: ignore[arg-type]
+
+
 def test_outputs_without_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="do not depend on any trainable parameter"):
         ng.pullback_covector(lambda params, x: x, normal(3, 2), normal(3, 2), {"w": normal(2)})

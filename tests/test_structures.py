@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.solve import Solver
 from natgrad.structures import Structure
 from tests import oracle, zoo
 from tests.golden import agrees, golden, tensor
@@ -266,3 +267,71 @@ def test_passes_trial_steps_and_gradients_do_not_change_the_parameters(structure
     model.zero_grad()
     close(structure.estimate(pb).dense(), first.dense(), 0.0)
     close(ng.Dense().estimate(pb).dense(), oracle.dense(J, h))
+
+
+# Two types
+
+
+class Doubled(nn.Module):
+    """A layer with a rule, and a parameter that no rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.bend = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y + (self.bend * y).sin()
+
+
+INVERTED: dict[str, tuple[Structure, Solver]] = {
+    "Dense": (ng.Dense(), ng.Cholesky()),
+    "Dense, power": (ng.Dense(power=0.5), ng.Cholesky()),
+    "Dense, range": (ng.Dense(), ng.Pinv()),
+    "BlockDense": (ng.BlockDense(), ng.Cholesky()),
+    "Diagonal": (ng.Diagonal(), ng.Cholesky()),
+    "LowRank": (ng.LowRank(3), ng.Cholesky()),
+    "Kernel": (ng.Kernel(), ng.Cholesky()),
+    "Implicit": (ng.Implicit(), ng.CG()),
+    "Kronecker": (ng.Kronecker(), ng.Cholesky()),
+    "Kronecker, factors": (ng.Kronecker(), ng.Factored()),
+    "EigenKronecker": (ng.EigenKronecker(), ng.Cholesky()),
+    "the identity": (ng.Kronecker(power=0.0), ng.Cholesky()),
+}
+
+
+@pytest.mark.parametrize("name", INVERTED)
+def test_flat_takes_vectors_and_sharp_takes_covectors(name: str) -> None:
+    """And neither takes the other, a mapping, or an element over other parameters."""
+    structure, solver = INVERTED[name]
+    torch.manual_seed(0)
+    model, x = Doubled().double(), torch.randn(7, 3, dtype=torch.float64)
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean()))
+    inverse = solver.init(G, 0.5)
+    values = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    v, ω = ng.Vector(values), ng.Covector(values)
+    assert type(G.flat(v)) is ng.Covector
+    assert type(inverse.sharp(ω)) is ng.Vector
+    flat, sharp, pairing = cast(Any, G.flat), cast(Any, inverse.sharp), cast(Any, inverse.sharp_with_pairing)
+    with pytest.raises(
+        TypeError, match=r"G.flat\(v\) takes a Vector \(a step\), not a Covector .*: natgrad.sharp\(G, ω\)"
+    ):
+        flat(ω)
+    with pytest.raises(TypeError, match=r"takes a Vector \(a step\), not a dict: natgrad.Vector\(tensors\) makes one"):
+        flat(values)
+    for call in (sharp, pairing):
+        with pytest.raises(TypeError, match=r"takes a Covector \(a gradient\), not a Vector .*: G.flat\(v\) makes"):
+            call(v)
+        with pytest.raises(TypeError, match=r"takes a Covector .*, not a Tensor: natgrad.Covector\(tensors\)"):
+            call(values["bend"])
+        with pytest.raises(ValueError, match=r"the metric is over \['bend', .*, and this is over \['bend'\]"):
+            call(ng.Covector({"bend": values["bend"]}))
+        with pytest.raises(ValueError, match=r"over bend of shape \(2,\), and this has \(1,\)"):
+            call(ng.Covector({**values, "bend": values["bend"][:1]}))
+
+
+def test_a_diagnosis_takes_a_covector() -> None:
+    pb = pull(zoo.case("mlp_tanh").make(), ng.Euclidean())
+    with pytest.raises(TypeError, match=r"diagnose\(pullback, ω\) takes a Covector .*, not a Vector"):
+        ng.diagnose(pb, cast(Any, pb.template))

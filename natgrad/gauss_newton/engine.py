@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from natgrad.errors import IncompatibleError, SingularMetricError
 from natgrad.gauss_newton.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of, refuse_solver
 from natgrad.gauss_newton.residuals import Points, Residuals, classes_of
-from natgrad.geometry import Covector, Vector
+from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.linalg import check_damping
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots, check_types
@@ -384,6 +384,7 @@ class LeastSquares:
             return there if math.isfinite(there) else math.inf
 
         def sharp(ω: Covector, λ: float) -> Vector:
+            check_kind(ω, Covector, "context.sharp(ω, λ)")
             if ω is differential:  # Jᵀr: from r the step has more digits
                 return layout.vector(J.solve(r, λ))
             return layout.vector(J.sharp(layout.flatten(ω), λ))

@@ -118,8 +118,8 @@ class CGInverse(Inverse):
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.guess is None else {"guess": self.guess}
 
-    def sharp(self, ω: Covector) -> Vector:
-        v = super().sharp(ω)
+    def raised(self, ω: Covector) -> Vector:
+        v = super().raised(ω)
         if self._failed():
             self._refuse()
         return v

@@ -26,7 +26,7 @@ from natgrad.accelerate.inverses import Newton
 from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
-from natgrad.geometry import Covector, Vector, unflatten
+from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import Damping, Relative, check_power
 from natgrad.model import Model
 from natgrad.pullback.gradient import GradientSample
@@ -62,13 +62,17 @@ class Layout:
 
     def flatten(self, element: Mapping[str, Tensor]) -> Tensor:
         """[p] in the precision of the metric, from a vector or a covector, checked against the names."""
+        self.check(element)
+        return torch.cat([t.reshape(-1).to(self.dtype) for t in element.values()])
+
+    def check(self, element: Mapping[str, Tensor]) -> None:
+        """Refuse other parameters, another order of them, and other shapes."""
         if list(element) != list(self.like):
             raise ValueError(f"the metric is over {list(self.like)}, and this is over {list(element)}")
         for name, t in element.items():
             if t.shape != self.like[name].shape:
                 shapes = f"{tuple(self.like[name].shape)}, and this has {tuple(t.shape)}"
                 raise ValueError(f"the metric is over {name} of shape {shapes}")
-        return torch.cat([t.reshape(-1).to(self.dtype) for t in element.values()])
 
     def vector(self, flat: Tensor) -> Vector:
         return Vector(self._named(flat))
@@ -372,6 +376,7 @@ class Operator(ABC):
 
     def flat(self, v: Vector) -> Covector:
         """v♭ = G v."""
+        check_kind(v, Vector, "G.flat(v)")
         return self.layout.covector(self.product(self.layout.flatten(v)))
 
     def trace(self) -> Tensor:
@@ -548,11 +553,21 @@ class Inverse(ABC):
 
     def sharp(self, ω: Covector) -> Vector:
         """ω♯: the vector of the covector."""
-        return self.layout.vector(self.solve(self.layout.flatten(ω)))
+        check_kind(ω, Covector, "inverse.sharp(ω)")
+        return self.raised(ω)
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
         """ω♯ and ⟨ω, ω♯⟩ [], the squared length of ω in the dual metric."""
-        v = self.sharp(ω)
+        check_kind(ω, Covector, "inverse.sharp_with_pairing(ω)")
+        return self.raised_with_pairing(ω)
+
+    def raised(self, ω: Covector) -> Vector:
+        """What ``sharp`` computes, of a covector that it has looked at; refuses one over other parameters."""
+        return self.layout.vector(self.solve(self.layout.flatten(ω)))
+
+    def raised_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+        """What ``sharp_with_pairing`` computes."""
+        v = self.raised(ω)
         return v, pairing([(ω[name], t) for name, t in v.items()])
 
     def sides(self) -> Mapping[str, Sides] | None:
@@ -617,7 +632,8 @@ class IdentityInverse(Inverse):
     def solve(self, ω: Tensor) -> Tensor:
         return ω.clone()
 
-    def sharp(self, ω: Covector) -> Vector:
+    def raised(self, ω: Covector) -> Vector:
+        self.layout.check(ω)
         names = list(self.layout.like)
         return Vector(dict(zip(names, scaled([ω[name] for name in names], 1.0), strict=True)))
 

@@ -775,18 +775,20 @@ class LayerInverse(Inverse):
             v |= unflatten(self.fallback.solve(self.uncovered.take(ω)), self.fallback.layout.like)
         return torch.cat([v[name].reshape(-1) for name in self.layout.like])
 
-    def sharp(self, ω: Covector) -> Vector:
+    def raised(self, ω: Covector) -> Vector:
+        self.layout.check(ω)
         v = self._solve_layers(ω)
         if self.fallback is not None:
-            v |= self.fallback.sharp(Covector(self.uncovered.named(ω)))
+            v |= self.fallback.raised(Covector(self.uncovered.named(ω)))
         return self._vector(v)
 
-    def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+    def raised_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+        self.layout.check(ω)
         pairs: list[tuple[Tensor, Tensor]] = []
         v = self._solve_layers(ω, pairs)
         pairing = fused.pairing(pairs) if pairs else None
         if self.fallback is not None:
-            below, more = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
+            below, more = self.fallback.raised_with_pairing(Covector(self.uncovered.named(ω)))
             v |= below
             pairing = more if pairing is None else pairing + more.to(pairing.dtype)
         assert pairing is not None
