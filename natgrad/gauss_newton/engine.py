@@ -368,10 +368,16 @@ class LeastSquares:
     def _step(self, points: Sequence[Points], start: float | None = None) -> Record:
         start = time.perf_counter() if start is None else start
         pullbacks = [each.pullback(x) for each, x in zip(self.classes, points, strict=True)]
+        if self.last is None:
+            for each, x, pb in zip(self.classes, points, pullbacks, strict=True):
+                each.refuse_pairs(x, pb.y.shape)
         J = self._jacobian(pullbacks)
         layout, r = J.operator.layout, self._stacked([pb.y for pb in pullbacks])
         gradient = J.pull(r)
         differential = layout.covector(gradient)
+        if not bool(gradient.any()) and float(J.operator.trace()) == 0 and bool(r.any()):
+            for each, x in zip(self.classes, points, strict=True):
+                each.refuse_flat(x)
         if self.damping is None:
             self.damping = _DAMPING * float(J.operator.trace()) / min(len(r), layout.size)
         params = self._point()

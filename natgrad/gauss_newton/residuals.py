@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import check_finite
-from natgrad.model import NETWORK_CHILD, Model, check_types, tensors_of
+from natgrad.log import listed
+from natgrad.model import NETWORK_CHILD, Model, check_types, plain_name, tensors_of
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.pullback import Batch, Observer, Pullback, layers_of
+from natgrad.residual_check import flat_activations, refuse_pairs
 
 Points: TypeAlias = Tensor | tuple[Tensor, ...] | None
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -143,6 +145,28 @@ class ResidualClass:
         """The residuals [(k n)] from y [n *out], scaled so that the loss is half of their sum of squares."""
         n = y.shape[0]
         return y.reshape(n, -1).T.reshape(-1) * math.sqrt(self.weight(n) / n)
+
+    def refuse_pairs(self, points: Points, shape: torch.Size) -> None:
+        """Refuse residuals [n, n] that are differences of all pairs by mistake."""
+        try:
+            refuse_pairs(lambda: self._with_graph(points), shape)
+        except ValueError as error:
+            raise ValueError(f"the residuals {self.name!r}: {error}") from error
+
+    def refuse_flat(self, points: Points) -> None:
+        """Refuse residuals that depend on no parameter, because an activation is flat at all points."""
+        flat = listed(map(plain_name, flat_activations(lambda: self._with_graph(points), self.model.module)))
+        if flat:
+            raise ValueError(
+                f"the residuals {self.name!r} do not depend on the parameters where they are: {flat} returns one value "
+                "for all that it gets, with the derivative zero; initialise the network otherwise, or use an "
+                "activation without a flat part"
+            )
+
+    def _with_graph(self, points: Points) -> Any:
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in self.model.params.items()}
+        with torch.enable_grad():
+            return self.model(leaves, points)
 
     def at(self, params: Mapping[str, Tensor], points: Points) -> Tensor:
         """``rows`` at other parameters."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from natgrad.accelerate.temporaries import SMALL_PASSES, by_rows
 from natgrad.log import OnceLogger, listed
+from natgrad.residual_check import flat_activations, refuse_pairs
 
 Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
@@ -114,6 +115,7 @@ class ResidualFunction:
             except RuntimeError as error:
                 raise _explained(error) from error
             self.shape = self._checked(r, x)
+            refuse_pairs(lambda: self._of_first(x), self.shape)
         else:
             r = self._call(unknowns)
         return r.detach().reshape(x.shape[0], -1)
@@ -136,6 +138,11 @@ class ResidualFunction:
         if r.numel() == 0:
             raise ValueError("fun returned no residuals: there is nothing to fit")
         return r.shape[1:] if self.batch else r.shape
+
+    def _of_first(self, x: Tensor) -> Tensor:
+        """The residuals of the first fit, with their graph."""
+        args = (a[0] if self.batch and isinstance(a, Tensor) else a for a in self.args)
+        return self.fun(self._named(x[0].detach().requires_grad_().clone()), *args)
 
     def jacobian(self, x: Tensor, r: Tensor) -> Tensor:
         """J [b m n] at x, where the residuals are r."""
@@ -196,7 +203,7 @@ class ResidualFunction:
             self._refuse_constant(x)
             J = self.jacobian(x, r)
         if not self.batch:
-            self._say_unused(J)
+            self._say_unused(x, r, J)
         if _can_be_known(self.fun) and bool(r.isfinite().all()):
             _WAYS[self.fun] = {**memory, key: method}
         return J
@@ -233,11 +240,17 @@ class ResidualFunction:
                 "it from x by torch operations, without .item(), float(), .detach(), torch.tensor, .numpy() or no_grad"
             )
 
-    def _say_unused(self, J: Tensor) -> None:
-        """Name the unknowns with columns of zeros, which may be meant, or come from .item() or .detach() in ``fun``."""
+    def _say_unused(self, x: Tensor, r: Tensor, J: Tensor) -> None:
+        """Name the unknowns with columns of zeros, which may be meant, or come from a ReLU, or .item() in ``fun``."""
         unused = (J[0] == 0).all(0)
         if not bool(unused.any()):
             return
+        flat = listed(flat_activations(lambda: self._of_first(x)))
+        if flat and bool(unused.all()) and bool((r != 0).any()):
+            raise ValueError(
+                f"the residuals do not depend on the unknowns at x0: {flat} returns one value for all that it gets, "
+                "with the derivative zero; start elsewhere, or use an activation without a flat part"
+            )
         tensors = self.like.items() if isinstance(self.like, Mapping) else [("x", self.like)]
         names = [
             name + (f"[{', '.join(map(str, place))}]" if p.ndim else "")
@@ -245,12 +258,13 @@ class ResidualFunction:
             for place in product(*map(range, p.shape))
         ]
         missing = [name for name, is_unused in zip(names, unused.tolist(), strict=True) if is_unused]
+        why = f"{flat} returns one value for all that it gets" if flat else ""
         # Once for what is written once, though a lambda in a loop is a new function each time
         OnceLogger.of(getattr(self.fun, "__code__", ResidualFunction)).log_once(
             logging.WARNING,
-            "least_squares: %s not change the residuals: the derivative at x0 is exactly zero, and stays so where fun "
-            "reads an unknown by .item(), float() or .detach()",
+            "least_squares: %s not change the residuals: the derivative at x0 is exactly zero, %s",
             f"{listed(missing)} {'does' if len(missing) == 1 else 'do'}",
+            why or "and stays so where fun reads an unknown by .item(), float() or .detach()",
         )
 
     def confirm(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
