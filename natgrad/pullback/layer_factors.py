@@ -160,7 +160,7 @@ def _only_read(tape: Tape, layer: Block) -> tuple[int, int] | None:
     ids = tape.use_ids(layer)
     if len(ids) != 1 or isinstance(layer.rule, Replayed) or is_operation(layer):
         return None
-    return ids[0], tape.uses[ids[0]].shape.numel() // (layer.shape[0] * layer.shape[1])
+    return ids[0], tape.inputs(layer).shape[-3]
 
 
 @final

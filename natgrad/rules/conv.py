@@ -75,6 +75,8 @@ class TransposedConvRule(Rule):
     (8, (1, 4, 5, 1, 6))
     """
 
+    pixels = True
+
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, "weight", "bias") for kind in _TRANSPOSED)
 

@@ -39,6 +39,7 @@ CONVS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
     "2d same circular": (nn.Conv2d, {"kernel_size": 2, "padding": "same", "padding_mode": "circular"}, (3, 4)),
     "2d grouped": (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 2}, (4, 4)),
     "2d depthwise": (nn.Conv2d, {"kernel_size": 3, "groups": 4, "stride": 2}, (5, 5)),
+    "2d padded from nothing": (nn.Conv2d, {"kernel_size": (1, 3), "padding": 1, "stride": (3, 1)}, (1, 4)),
     "2d large kernel": (nn.Conv2d, {"kernel_size": 5, "padding": 2}, (6, 6)),
     "3d": (nn.Conv3d, {"kernel_size": 2, "padding": 1, "stride": (1, 2, 1)}, (2, 3, 3)),
     "transposed 1d": (nn.ConvTranspose1d, {"kernel_size": 3, "stride": 2}, (4,)),
@@ -49,6 +50,7 @@ CONVS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
         (3, 2),
     ),
     "transposed 2d grouped": (nn.ConvTranspose2d, {"kernel_size": 2, "groups": 2, "stride": (2, 1)}, (2, 3)),
+    "transposed 2d sparse": (nn.ConvTranspose2d, {"kernel_size": (1, 2), "stride": (2, 3)}, (3, 2)),
     "transposed 2d dilated": (nn.ConvTranspose2d, {"kernel_size": 2, "dilation": 2, "padding": 1}, (3, 3)),
     "transposed 1d dilated padded": (nn.ConvTranspose1d, {"kernel_size": 2, "dilation": 2, "output_padding": 1}, (5,)),
     "transposed 2d dilated padded": (
@@ -122,6 +124,32 @@ def test_a_transposed_convolution_after_another_layer_has_factors_under_autocast
     ones = [t for t in factors.values() if t.numel() == 1 and float(t) == 1.0]  # A of its bias, per position
     assert ones
     assert all(t.dtype == torch.float32 and bool(torch.isfinite(t).all()) for t in factors.values())
+
+
+TOPS: dict[str, nn.Module] = {
+    "relu": nn.ReLU(),
+    "pool": nn.MaxPool2d((1, 3)),
+    "crop": nn.ZeroPad2d((0, -2, -1, 0)),
+}
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(bias="separate"), ng.EigenKronecker(), ng.Kronecker("reduce")])
+@pytest.mark.parametrize("top", TOPS)
+def test_all_pixels_of_a_transposed_convolution_count(top: str, structure: ng.Kronecker | ng.EigenKronecker) -> None:
+    """A = E[a aᵀ] over the pixels of its input, S = E Σ g gᵀ over their patches of the output; their mean and sum."""
+    conv = nn.ConvTranspose2d(2, 3, (1, 2), stride=(2, 3)).double()
+    model, x = nn.Sequential(conv, TOPS[top], nn.Flatten()), normal(4, 2, 3, 4)
+    z = conv(x).detach().requires_grad_()
+    y = nn.Sequential(*list(model)[1:])(z)
+    s = torch.eye(y.shape[1]).double()
+    g = torch.stack([torch.autograd.grad(y, z, row.expand_as(y), retain_graph=True)[0] for row in s])  # [k n o *pixels]
+    a, patches = x.flatten(2), nn.functional.unfold(g.flatten(0, 1), (1, 2), stride=(2, 3))  # [n i r], [kn o·kernel r]
+    if structure.sharing == "reduce":
+        a, patches = a.mean(2, keepdim=True), patches.sum(2, keepdim=True)
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean())).tensors()
+    close(G["0.weight/A"][0], torch.einsum("nir,njr->ij", a, a) / (a.shape[0] * a.shape[2]))
+    close(G["0.weight/S"][0], torch.einsum("mor,mpr->op", patches, patches) / len(x))
+    close(G["0.bias/A"], torch.ones(1, 1, 1).double())
 
 
 @final
