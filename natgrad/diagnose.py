@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.errors import MemoryBoundError, NatgradError
 from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.lanczos import SpectralDensity, residual, spectral_density
-from natgrad.linalg import range_rounding
+from natgrad.linalg import eigh, range_rounding
 from natgrad.model import Model, check_slots, map_tensors
 from natgrad.pullback.pullback import Pullback, at
 from natgrad.pullback.pullback import pullback as pulled_back
@@ -245,10 +245,10 @@ def _in_double(pb: Pullback) -> Pullback:
 def _range(pb: Pullback, rtol: float | None) -> tuple[Tensor, Tensor, int]:
     """An orthonormal basis U [p rank] of the range of G, the spectrum (largest first) and the rank."""
     if pb.model.size <= pb.columns * pb.n:
-        values, vectors = torch.linalg.eigh(Dense().estimate(pb).matrix)
+        values, vectors = eigh(Dense().estimate(pb).matrix, "the metric")
     else:
         kernel = Kernel().estimate(pb)
-        values, vectors = torch.linalg.eigh(kernel.gram())
+        values, vectors = eigh(kernel.gram(), "the kernel of the metric")
         vectors = kernel.rows().T @ vectors / values.clamp(min=torch.finfo(values.dtype).tiny).sqrt()
     cut = (values.numel() * torch.finfo(values.dtype).eps if rtol is None else rtol) * values[-1].clamp(min=0)
     rank = int((values > cut).sum())

@@ -221,7 +221,7 @@ _KINDS = {
 
 
 def check_kind(element: object, kind: type[Vector | Covector], call: str) -> None:
-    """Refuse a covector in the place of a vector, or the other fix round, and what is neither.
+    """Refuse a covector in the place of a vector, or the reverse, and what is neither.
 
     ``call``: as the user has written it, with the name of the argument.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import MemoryBoundError, NonFiniteError
-from natgrad.linalg import gauss_rule
+from natgrad.linalg import eigvalsh, gauss_rule
 from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
 from natgrad.pullback.pullback import MEMORY, Pullback
@@ -201,7 +201,7 @@ def _eigenvalues(
     if not bool(matrix.isfinite().all()):
         raise NonFiniteError(_NOT_FINITE)
     matrix = matrix.double().cpu()
-    return torch.linalg.eigvalsh(0.5 * (matrix + matrix.T))
+    return eigvalsh(0.5 * (matrix + matrix.T), "the operator")
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[Tensor, Tensor, bool]:

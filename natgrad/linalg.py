@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TypeAlias, final
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.inverses import relative_shifts
-from natgrad.errors import NonFiniteError, SingularMetricError
+from natgrad.errors import FactorisationError, NonFiniteError, SingularMetricError
 
 _HALVINGS = 60  # of a Newton step
 
@@ -63,13 +64,84 @@ def number_of(damping: Damping) -> float:
     return damping.epsilon if isinstance(damping, Relative) else damping
 
 
+def eigh(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """Ascending eigenvalues [* d] and eigenvectors [* d d] of symmetric matrices.
+
+    As ``eigvalsh``, ``svd`` and ``svdvals``, it refuses NaN and infinity by name. Of these torch's routines make NaN,
+    finite numbers that mean nothing, or an error that tells of repeated eigenvalues, as the size has it.
+
+    >>> eigh(torch.tensor([[2.0, torch.nan], [torch.nan, 2.0]]), "the metric")
+    Traceback (most recent call last):
+    ...
+    natgrad.errors.NonFiniteError: the metric holds NaN or infinity. Nothing was changed
+    """
+    check_finite(matrix, what)
+    with _named(what):
+        values, vectors = torch.linalg.eigh(matrix)
+    return values, vectors
+
+
+def eigvalsh(matrix: Tensor, what: str) -> Tensor:
+    """Ascending eigenvalues [* d] of symmetric matrices."""
+    check_finite(matrix, what)
+    with _named(what):
+        return torch.linalg.eigvalsh(matrix)
+
+
+def svd(matrix: Tensor, what: str) -> tuple[Tensor, Tensor, Tensor]:
+    """U [* m k], descending s [* k] and Vᵀ [* k n] of matrices [* m n], k = min(m, n)."""
+    check_finite(matrix, what)
+    with _named(what):
+        U, s, Vt = torch.linalg.svd(matrix, full_matrices=False)
+    return U, s, Vt
+
+
+def svdvals(matrix: Tensor, what: str) -> Tensor:
+    """Descending singular values [* k] of matrices [* m n]."""
+    check_finite(matrix, what)
+    with _named(what):
+        return torch.linalg.svdvals(matrix)
+
+
+def least_eigenvalue(matrices: Tensor) -> Tensor:
+    """The smallest eigenvalue [*batch] of symmetric matrices; NaN of those that hold NaN or infinity, and of no other.
+
+    >>> least_eigenvalue(torch.stack([torch.eye(3), torch.full((3, 3), torch.nan)]))
+    tensor([1., nan])
+    """
+    finite = matrices.isfinite().flatten(-2).all(-1)
+    with _named("a matrix"):
+        values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrices, 0.0))
+    return torch.where(finite, values[..., 0], torch.nan)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """An iteration that does not converge is an error of ours."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise FactorisationError(
+            f"the eigenvalues or singular values of {what} cannot be found: compute in double precision, or scale the "
+            "data to numbers of about 1"
+        ) from error
+
+
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
     """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise.
 
     A small h may be the difference of numbers of size 1, such as p − p² for a probability near 1: its rounding error is
     that of these numbers.
     """
-    values, vectors = torch.linalg.eigh(0.5 * (h + h.transpose(-1, -2)))
+    finite = h.isfinite().flatten(1).all(1)
+    if not bool(finite.all()):
+        n = int(finite.logical_not().nonzero()[0])
+        raise NonFiniteError(
+            f"the Hessian of the metric at the outputs of example {n} holds NaN or infinity: the outputs are too "
+            "large, or outside the domain of the metric"
+        )
+    with _named("the Hessian of the metric at the outputs"):
+        values, vectors = torch.linalg.eigh(0.5 * (h + h.transpose(-1, -2)))
     rounding = h.shape[-1] * torch.finfo(h.dtype).eps * values.abs().amax(-1).clamp(min=1)
     negative = values[:, 0] < -8 * rounding
     if bool(negative.any()):
@@ -207,7 +279,7 @@ def smallest(factor: Tensor) -> Tensor:
 
 def _spectra(matrices: Tensor) -> Tensor:
     """Ascending eigenvalues [b d]."""
-    return torch.linalg.eigvalsh(matrices.double()).reshape(-1, matrices.shape[-1])
+    return eigvalsh(matrices.double(), "the damped metric").reshape(-1, matrices.shape[-1])
 
 
 def refuse_singular(values: Tensor, *, what: str, damping: Damping, rtol: float = 0.0, failed: bool = False) -> None:
@@ -430,5 +502,5 @@ def gauss_rule(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
     tensor(3., dtype=torch.float64)
     """
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
-    eigen = torch.linalg.eigh(matrix)
-    return eigen.eigenvalues, eigen.eigenvectors[..., 0, :].square()
+    values, vectors = eigh(matrix, "the Jacobi matrix of a measure")
+    return values, vectors[..., 0, :].square()

@@ -102,6 +102,21 @@ def test_only_accelerate_says_how_much_is_computed_at_once() -> None:
     assert not found, "put it into natgrad/accelerate/temporaries.py"
 
 
+FACTORISATIONS = {f"torch.linalg.{name}" for name in ("eigh", "eigvalsh", "svd", "svdvals", "cholesky")}
+RAW: dict[str, int] = {}
+
+
+def test_matrices_are_factored_where_what_is_not_finite_has_a_name() -> None:
+    """torch's own routines return NaN, finite noise or an error of LAPACK, as the size has it."""
+    offences: Offences = {}
+    elsewhere = [item for item in modules().items() if not item[0].startswith(("accelerate/", "linalg.py"))]
+    for path, tree in elsewhere:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in FACTORISATIONS:
+                offences.setdefault(path.split("/")[0], []).append(f"{path}:{node.lineno} {ast.unparse(node)}")
+    check(offences, RAW, "Call eigh, eigvalsh, svd, svdvals or cholesky of natgrad/linalg.py.")
+
+
 PRIVATE: dict[str, int] = {}
 
 

@@ -85,3 +85,49 @@ def test_a_metric_that_is_not_finite_at_the_outputs_is_named() -> None:
     with pytest.raises(NonFiniteError, match=r"at step 0: Fisher\(family=Poisson.*is not finite at the outputs"):
         model(torch.ones(3, 2, dtype=torch.float64))
     assert opt.tracker.step == 0
+
+
+def _normal(y: Tensor) -> torch.distributions.Distribution:
+    return torch.distributions.Normal(y[..., 0], y[..., 1].exp())
+
+
+OVERFLOWS: dict[str, tuple[ng.OutputMetric, Tensor | None, float]] = {
+    "Bregman": (ng.Bregman(lambda y: y.exp().sum()), None, 800.0),
+    "Divergence": (ng.Divergence(lambda y, y0: ((y0.exp() * (y - y0)).square()).sum()), None, 800.0),
+    "LossHessian": (ng.LossHessian(lambda y, t: (y - t).exp().sum()), torch.zeros(5, 4, dtype=torch.float64), 800.0),
+    "Fisher of a distribution": (ng.Fisher(_normal), None, -400.0),
+}
+
+
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.LowRank(2), ng.Kernel(), ng.Kronecker()], ids=repr)
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_the_example_whose_hessian_overflows_is_named(name: str, structure: ng.structures.Structure) -> None:
+    """Whatever LAPACK makes of it: NaN, finite numbers or an error, according to the number of outputs."""
+    metric, target, large = OVERFLOWS[name]
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 4).double(), torch.randn(5, 2, dtype=torch.float64)
+    model.register_forward_hook(lambda _m, _x, y: y + large * torch.eye(5, dtype=torch.float64)[:, 3:4])
+    with pytest.raises(NonFiniteError, match="at the outputs of example 3 holds NaN or infinity: the outputs are too"):
+        structure.estimate(ng.pullback(model, x, metric, target=target))
+
+
+def test_a_loss_by_number_whose_hessian_overflows_is_named() -> None:
+    class Exponential(nn.Module):
+        def forward(self, y: Tensor, t: Tensor) -> Tensor:
+            return (y - t).exp().sum(1).mean()
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 3).double(), torch.randn(5, 2, dtype=torch.float64)
+    model.bias.data.fill_(800.0)
+    with pytest.raises(NonFiniteError, match=r"the Hessian of Exponential.* at the outputs holds NaN or infinity"):
+        ng.Dense().estimate(ng.pullback(model, x, Exponential(), target=torch.zeros(5, 3, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 40])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_no_spectrum_is_made_of_numbers_that_are_not_finite(d: int, bad: float) -> None:
+    matrix = torch.eye(d, dtype=torch.float64)
+    matrix[0, 0] = bad
+    layout = ng.operators.Layout.of({"w": matrix[0]})
+    with pytest.raises(NonFiniteError, match="the metric holds NaN or infinity"):
+        ng.operators.DenseOperator(layout, matrix).eigenvalues()

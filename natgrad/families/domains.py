@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import DomainError
+from natgrad.linalg import least_eigenvalue
 
 Bound: TypeAlias = float | tuple[float, ...]
 _BISECTIONS = 64
@@ -319,7 +320,7 @@ class Cone(Domain):
     stretch: float = 1.0
 
     def slacks(self, x: Tensor) -> Tensor:
-        return torch.linalg.eigvalsh(self.matrix(x))[..., :1]
+        return least_eigenvalue(self.matrix(x)).unsqueeze(-1)
 
     def contains(self, x: Tensor) -> Tensor:
         _, info = torch.linalg.cholesky_ex(self.matrix(x))
@@ -341,7 +342,7 @@ class Cone(Domain):
     def on_boundary(self, x: Tensor) -> Tensor:
         A = self.matrix(x)
         s = A.diagonal(dim1=-2, dim2=-1).rsqrt()  # scale to a unit diagonal: entries may have any units
-        least = torch.linalg.eigvalsh(s.unsqueeze(-1) * A * s.unsqueeze(-2))[..., 0]
+        least = least_eigenvalue(s.unsqueeze(-1) * A * s.unsqueeze(-2))
         return ~(least > _ROUNDING * A.shape[-1] * torch.finfo(x.dtype).eps)
 
     def clear_of_boundary(self, x: Tensor, units: int) -> Tensor:
@@ -421,7 +422,7 @@ def refuse_indefinite(A: Tensor, info: Tensor, what: str, word: str) -> None:
     """Raise if the Cholesky factorisation of A [*batch d d] stopped, according to the ``info`` of ``cholesky_ex``."""
     if bool((info != 0).any()):
         at = first(info != 0)
-        least = float(torch.linalg.eigvalsh(A.detach()[at])[0])
+        least = float(least_eigenvalue(A.detach()[at]))
         place = f"{what}{entry(at)}".removesuffix(", at ")  # one point has no index
         raise DomainError(f"{place}: {word} must be positive definite, and has the eigenvalue {least:.6g}: {_ADVICE}")
 
@@ -449,7 +450,7 @@ def time_to_singular(L: Tensor, V: Tensor) -> Tensor:
     """The first t > 0 [*batch] at which LLᵀ + tV is singular, −1/λ_min(L⁻¹VL⁻ᵀ); infinite if there is none."""
     half = torch.linalg.solve_triangular(L, V, upper=False)
     whitened = torch.linalg.solve_triangular(L, half.mT, upper=False)
-    least = torch.linalg.eigvalsh(0.5 * (whitened + whitened.mT))[..., 0]
+    least = least_eigenvalue(0.5 * (whitened + whitened.mT))
     return torch.where(least < 0, -1 / least, math.inf)
 
 

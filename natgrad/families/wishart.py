@@ -16,11 +16,12 @@ from natgrad.families.domains import Concave, Cone, DomainProduct, OpenBox
 from natgrad.families.gaussian import cholesky_checked, inverse_of, side, square, symmetric
 from natgrad.families.information import Information
 from natgrad.families.special import trigamma, trigamma_excess
+from natgrad.linalg import least_eigenvalue
 
 
 def _mean_slacks(xi: Tensor) -> Tensor:
     M = -2 * square(xi[..., 1:])
-    least = torch.linalg.eigvalsh(M)[..., 0]
+    least = least_eigenvalue(M)
     return torch.stack([least, torch.linalg.slogdet(M).logabsdet - xi[..., 0]], -1)
 
 

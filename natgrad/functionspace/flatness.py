@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
+from natgrad.linalg import eigh, svd, svdvals
 from natgrad.model import Inputs, Model, map_tensors
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
@@ -237,10 +238,10 @@ class Basin:
             noise = torch.randn(8, p, generator=generator, dtype=θ0.dtype, device=θ0.device)
             around = basin._roots(θ0 + 1e-2 * (1 + θ0.abs()) * noise)
             if not any(_has_full_rank(b) for b in around):
-                values = torch.linalg.svdvals(around)
+                values = svdvals(around, "the root of the metric")
                 _refuse_rank(int((values > _rank_tolerance(around) * values[:, :1]).sum(1).max()), p)
             B = around.flatten(0, 1) / len(around) ** 0.5
-        _, σ, Vh = torch.linalg.svd(B, full_matrices=False)
+        _, σ, Vh = svd(B, "the root of the metric")
         basin = replace(basin, frame=Vh.T / σ)
         lowest = basin.losses(torch.zeros_like(θ0)[None])[0]
         if not bool(lowest.isfinite()):
@@ -402,7 +403,7 @@ def _chunks(points: Tensor, numbers: int) -> Iterator[Tensor]:
 
 
 def _has_full_rank(B: Tensor) -> bool:
-    values = torch.linalg.svdvals(B)
+    values = svdvals(B, "the root of the metric")
     return len(values) == B.shape[1] and bool(values[-1] > _rank_tolerance(B) * values[0])
 
 
@@ -441,7 +442,7 @@ def fit_coordinates(basin: Basin, scale: float, limit: float, generator: torch.G
         # (p + 2) E[η ηᵀ] is the identity for the unit ball.
         ball = (p + 2) * moment
         sphere = ball.trace() / p * torch.eye(p, dtype=ball.dtype, device=ball.device)
-        squares, vectors = torch.linalg.eigh(torch.lerp(ball, sphere, _ROUNDNESS))
+        squares, vectors = eigh(torch.lerp(ball, sphere, _ROUNDNESS), "the second moment of the basin")
         root = squares.sqrt()
         basin = basin.stretched(vectors * root)
         dual = vectors / root  # F⁻ᵀ

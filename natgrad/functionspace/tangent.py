@@ -18,7 +18,7 @@ from natgrad.functionspace.rkhs import differentiated
 from natgrad.geometry import Vector
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.kernels.sobolev import ReproducingKernel
-from natgrad.linalg import check_damping, check_finite
+from natgrad.linalg import check_damping, check_finite, eigh, svd
 from natgrad.log import listed
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
@@ -60,9 +60,8 @@ class PushforwardMetric:
                 f"the kernel has the shape {tuple(kernel.shape)}: give that of points with themselves, [n n k k], as "
                 "ntk(model, x)"
             )
-        check_finite(kernel, "the kernel")
         n, _, k, _ = kernel.shape
-        values, vectors = torch.linalg.eigh(kernel.transpose(1, 2).reshape(n * k, n * k).double())
+        values, vectors = eigh(kernel.transpose(1, 2).reshape(n * k, n * k).double(), "the kernel")
         precision = 8 * n * k * torch.finfo(kernel.dtype).eps
         nonzero = values > precision * values[-1]
         return PushforwardMetric(values[nonzero], vectors[:, nonzero], precision)
@@ -116,14 +115,14 @@ class Spectrum:
 
         The range of U comes first: M is as ill-conditioned as a kernel matrix, and would hide the rank.
         """
-        squares, W = torch.linalg.eigh(square)
+        squares, W = eigh(square, "the kernel of the frame")
         rounding = 8 * len(squares)
         nonzero = squares > max((rounding * eps) ** 2, rounding * torch.finfo(square.dtype).eps) * squares[-1]
         ρ, W = squares[nonzero].sqrt(), W[:, nonzero]
         inner = W * ρ  # [(k n) e], the coordinates of an orthonormal basis
         if mixing is not None:
             inner = torch.einsum("nt,kne->kte", mixing, inner.view(-1, len(mixing), ρ.numel())).flatten(0, 1)
-        images, σ, V = torch.linalg.svd(inner, full_matrices=False)
+        images, σ, V = svd(inner, "the frame")
         large = σ > 8 * len(square) * torch.finfo(σ.dtype).eps * σ[:1]
         order = large.nonzero().flatten().flip(0)
         return Spectrum(σ[order].square(), (W / ρ @ V.T)[:, order], images[:, order])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError, MemoryBoundError, SingularMetricError
-from natgrad.linalg import check_finite, check_positive
+from natgrad.linalg import check_finite, check_positive, eigh, eigvalsh, svd
 from natgrad.pullback.pullback import Pullback
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
@@ -47,7 +47,7 @@ class ColumnSpectrum:
         lengths = _nonzero(J.double().norm(dim=0))
         scaled = J.double() / lengths
         triangle = torch.linalg.qr(scaled, mode="r").R if len(J) > J.shape[1] else scaled
-        _, s, Vt = torch.linalg.svd(triangle, full_matrices=False)
+        _, s, Vt = svd(triangle, "the Jacobian")
         regular = s > rounding * s[:1]
         return ColumnSpectrum(lengths, s[regular], Vt[regular].T)
 
@@ -56,7 +56,7 @@ class ColumnSpectrum:
         """From G = JᵀJ [p p], summed over m rows: what is below the root of the rounding of G counts as zero."""
         rounding = max(m, len(G)) * torch.finfo(G.dtype).eps
         lengths = _nonzero(G.double().diagonal().clamp(min=0).sqrt())
-        squares, V = torch.linalg.eigh(G.double() / lengths / lengths.unsqueeze(1))
+        squares, V = eigh(G.double() / lengths / lengths.unsqueeze(1), "JᵀJ")
         regular = squares > rounding * squares[-1:]
         return ColumnSpectrum(lengths, squares[regular].sqrt(), V[:, regular])
 
@@ -122,7 +122,7 @@ def _in_range(J: Tensor, t: Tensor) -> float:
     """‖P t‖², P the projection on the range of J [m p], m > p."""
     length = J.norm(dim=0)  # columns of length 1: the rank does not depend on the units of parameters
     Q, R = torch.linalg.qr(J / _nonzero(length))
-    U, s, _ = torch.linalg.svd(R)
+    U, s, _ = svd(R, "the Jacobian")
     regular = s > len(J) * torch.finfo(s.dtype).eps * s[:1]
     return float(((t @ Q) @ U).square()[regular].sum())
 
@@ -175,7 +175,7 @@ class KernelJacobian(ResidualJacobian):
         """Where J does not fit into memory, from JJᵀ: singular values below the root of its rounding count as zero."""
         if self.rows_fit:
             return self.spectrum().rank
-        squares = torch.linalg.eigvalsh(self.gram)
+        squares = eigvalsh(self.gram, "JJᵀ")
         rounding = max(self.gram.shape[0], self.rows.layout.size) * torch.finfo(squares.dtype).eps
         return int((squares > rounding * squares[-1:]).sum())
 
@@ -228,7 +228,7 @@ class DenseJacobian(ResidualJacobian):
             return v
         Q, R = self._qr
         if damping == 0:
-            U, s, V = torch.linalg.svd(R, full_matrices=False)
+            U, s, V = svd(R, "the Jacobian")
             regular = s > max(self.matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
             return V.T @ (torch.where(regular, (U.T @ (t @ Q)) / torch.where(regular, s, 1.0), 0.0))
         above, triangle = self._damped(damping)

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.linalg import Damping
+from natgrad.linalg import Damping, svdvals
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model
 from natgrad.natural import natural_gradient
@@ -110,9 +110,9 @@ def compare(
     on_model = gradient(one), gradient(two)
     size = float(torch.linalg.vector_norm(on_model[0]))
     first, second = (Kernel().estimate(pb).range[1] for pb in pulled)  # orthonormal bases [(k n) r] of the spans
-    cosines = torch.linalg.svdvals(first.T @ second)
+    cosines = svdvals(first.T @ second, "the product of two bases")
     # The sines of small angles, which the cosines do not resolve, from what of one span lies outside of the other.
-    sines = torch.linalg.svdvals(second - first @ (first.T @ second))
+    sines = svdvals(second - first @ (first.T @ second), "the difference of two spans")
     same = first.shape[1] == second.shape[1]
     return Comparison(
         model_gap=float(torch.linalg.vector_norm(on_model[1] - on_model[0])) / (size if size > 0 else 1.0),

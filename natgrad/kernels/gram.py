@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from natgrad.linalg import check_finite, smallest
+from natgrad.linalg import check_finite, eigh, smallest
 
 
 @final
@@ -48,7 +48,7 @@ class KernelMatrix:
         if bool((info == 0) & (smallest(factor) > 100 * cut)):
             return KernelMatrix(K, K, factor, None)
         distinct = _distinct(K, torch.finfo(given).eps if eps is None else eps)
-        values, vectors = torch.linalg.eigh(distinct.T @ K @ distinct)
+        values, vectors = eigh(distinct.T @ K @ distinct, "the kernel matrix of the examples")
         if bool(values[0] < -100 * cut):
             raise ValueError(
                 f"the kernel matrix of the examples has the eigenvalue {float(values[0]):.3g}: that of a kernel has "

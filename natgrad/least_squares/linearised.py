@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.least_squares.arithmetic import Number, Truth, Vector, anywhere, column, greatest, least, negated, select
 from natgrad.least_squares.fits import Fits, Rules
-from natgrad.linalg import TriangularLeastSquares
+from natgrad.linalg import TriangularLeastSquares, svd
 
 _CLOSE = 0.1  # relative error of ‖Dδ‖ = radius
 _NEWTON = 10  # steps for λ
@@ -112,7 +112,7 @@ class SingularValues:
     @staticmethod
     def of(rows: Sequence[Sequence[float]], D: Sequence[float], like: Tensor) -> SingularValues:
         R = like.new_tensor([[v / d for v, d in zip(row, D, strict=False)] for row in rows])
-        U, s, Vt = (t.tolist() for t in torch.linalg.svd(R, full_matrices=False))
+        U, s, Vt = (t.tolist() for t in svd(R, "the Jacobian"))
         rounding = len(D) * torch.finfo(like.dtype).eps * s[0]
         s = [v if v > rounding else 0.0 for v in s]
         z = [row[-1] for row in rows]
@@ -240,10 +240,10 @@ def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, s and Vᵀ of R, with zeros for the singular values that are rounding, and for all if R is not finite."""
     rounding = R.shape[-1] * torch.finfo(R.dtype).eps
     if len(R) == 1 and math.isfinite(float(R.sum())):
-        U, s, Vt = torch.linalg.svd(R, full_matrices=False)
+        U, s, Vt = svd(R, "the Jacobian")
         return U, torch.threshold(s, rounding * float(s[0, 0]), 0.0), Vt
     finite = R.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    U, s, Vt = torch.linalg.svd(torch.where(finite, R, 0.0), full_matrices=False)
+    U, s, Vt = svd(torch.where(finite, R, 0.0), "the Jacobian")
     return U, torch.where(s > rounding * s[..., :1], s, 0.0), Vt
 
 

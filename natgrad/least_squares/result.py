@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.least_squares.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
 from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.linalg import svdvals
 
 _WHY = {
     GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",
@@ -75,7 +76,7 @@ class FitResult:
         """Of J, its columns scaled to one length."""
         norms = torch.linalg.vector_norm(self.jac, dim=-2, keepdim=True)
         J = torch.where(norms.isfinite(), self.jac, 0.0)  # such a column does not count
-        s = torch.linalg.svdvals(J / torch.where(norms > 0, norms, 1.0).nan_to_num())
+        s = svdvals(J / torch.where(norms > 0, norms, 1.0).nan_to_num(), "the Jacobian")
         tol = max(self.jac.shape[-2:]) * torch.finfo(s.dtype).eps
         rank = (s > tol * s[..., :1]).sum(-1)
         return rank if self.residuals.batch else int(rank)

@@ -10,6 +10,7 @@ from torch import Tensor
 from natgrad.errors import SingularMetricError
 from natgrad.least_squares.losses import RobustLoss
 from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.linalg import eigvalsh
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -61,7 +62,7 @@ def differentiable(
     H = torch.where(both, H.detach(), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
     scale = H.diagonal(dim1=-2, dim2=-1).abs().clamp(min=torch.finfo(x.dtype).tiny).rsqrt()
     H = scale.unsqueeze(-1) * H * scale.unsqueeze(-2)
-    values = torch.linalg.eigvalsh(H)
+    values = eigvalsh(H, "the Hessian at the minimum")
     weak = values[:, 0] <= x.shape[-1] * torch.finfo(x.dtype).eps * values[:, -1]
     if bool(weak.any()):
         which = f" of fit {int(weak.nonzero()[0])}" if residuals.batch else ""

@@ -21,7 +21,7 @@ from natgrad.least_squares.residuals import ResidualFunction, Unknowns
 from natgrad.least_squares.result import FitResult
 from natgrad.least_squares.sensitivity import differentiable
 from natgrad.least_squares.trust_region import minimise
-from natgrad.linalg import is_number
+from natgrad.linalg import is_number, svdvals
 from natgrad.log import OnceLogger
 
 _logger = OnceLogger()
@@ -340,7 +340,8 @@ def _say_underflow(fits: Fits, eps: float) -> None:
 def _say_accuracy(result: FitResult, eps: float) -> None:
     """In float32 the tolerances are not reached: say once what is."""
     norms = torch.linalg.vector_norm(result.jac, dim=-2, keepdim=True)
-    s = torch.linalg.svdvals(result.jac / torch.where(norms > 0, norms, 1.0))
+    J = torch.where(norms.isfinite(), result.jac, 0.0)
+    s = svdvals(J / torch.where(norms > 0, norms, 1.0).nan_to_num(), "the Jacobian")
     digits = float((eps * s[..., 0] / s[..., -1].clamp(min=eps)).median())
     _logger.log_once(
         logging.WARNING,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from natgrad.errors import DomainError, NatgradError
 from natgrad.families.domains import entry, first
 from natgrad.geometry import Vector, unflatten
-from natgrad.linalg import newton
+from natgrad.linalg import eigvalsh, newton
 from natgrad.mirror.potentials import Potential, checked_square, dense, flattened, scaled_cholesky
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import OutputMetric
@@ -198,7 +198,7 @@ def compatibility(metric: RiemannianMetric, points: Tensor) -> Tensor:
     >>> compatibility(half_plane, torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
     tensor(9.)
     """
-    smallest = torch.stack([torch.linalg.eigvalsh(metric.at(x).dense())[0] for x in points])
+    smallest = torch.stack([eigvalsh(metric.at(x).dense(), "the metric")[0] for x in points])
     if bool((smallest <= 0).any()):
         raise ValueError(
             f"the metric at point {int(smallest.argmin())} has the eigenvalue {float(smallest.min()):.3g}: no constant "

@@ -22,6 +22,7 @@ from natgrad.families.base import Family, diagonal_root, over_terms, shared_norm
 from natgrad.families.categorical import Categorical, Mask, Masked
 from natgrad.families.diagonal_gaussian import Gaussian
 from natgrad.families.discrete import Bernoulli, Poisson
+from natgrad.linalg import eigh
 from natgrad.model import check_slots
 from natgrad.output.fisher import Fisher
 from natgrad.output.heads import Heads
@@ -488,7 +489,7 @@ class HessianLoss(OutputMetric):
                 "cotangents, or Euclidean()"
             ) from error
         H = columns.reshape(d, n, d).transpose(0, 1)
-        λ, V = torch.linalg.eigh(0.5 * (H + H.mT))
+        λ, V = eigh(0.5 * (H + H.mT), f"the Hessian of {self._name} at the outputs")
         if can_read(y) or "checked" not in self.checks:
             self._check(y, λ, H, product)
             self.checks.add("checked")

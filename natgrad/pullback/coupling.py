@@ -22,6 +22,7 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.temporaries import PROBED, STAYS_IN_GPU_CACHE, at_once
+from natgrad.linalg import eigh
 from natgrad.pullback.layer import Block, trace
 from natgrad.pullback.sharing import Sharing, counted
 from natgrad.rules.features import Features, Moment
@@ -208,7 +209,7 @@ def root_of(C: Tensor) -> Tensor:
     if not is_asynchronous(C.device):
         if not bool(failed):
             return factor
-        values, vectors = torch.linalg.eigh(C)
+        values, vectors = eigh(C, "the matrix that couples the examples")
         return vectors * values.clamp(min=0).sqrt()  # rounding below zero is zero
     shift = len(C) * torch.finfo(C.dtype).eps * C.diagonal().amax()
     shifted, hopeless = torch.linalg.cholesky_ex(C + shift * torch.eye(len(C), dtype=C.dtype, device=C.device))

@@ -20,6 +20,7 @@ from natgrad.linalg import (
     check_power,
     cholesky,
     damped_spectrum,
+    eigvalsh,
     inverse_powered,
     powered,
     refuse_indefinite,
@@ -227,7 +228,7 @@ class DenseOperator(Operator):
         return _logdet([self.matrix], damping, self.power, ["the dense metric"])
 
     def eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.matrix.double())
+        return eigvalsh(self.matrix.double(), "the metric")
 
     def lerp(self, other: Operator, weight: float) -> DenseOperator:
         self.same_kind(other)
@@ -302,7 +303,7 @@ class BlockDenseOperator(Operator):
         return _logdet(self.matrices, damping, self.power, self._titles)
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat([torch.linalg.eigvalsh(matrix.double()) for matrix in self.matrices])
+        return torch.cat([eigvalsh(matrix.double(), "a block of the metric") for matrix in self.matrices])
 
     def lerp(self, other: Operator, weight: float) -> BlockDenseOperator:
         self.same_kind(other)

@@ -22,6 +22,7 @@ from natgrad.linalg import (
     check_finite,
     check_power,
     cholesky,
+    eigvalsh,
     inverse_powered,
     refuse_lost_damping,
     refuse_singular,
@@ -266,7 +267,7 @@ class KernelOperator(Operator):
 
     def eigenvalues(self) -> Tensor:
         """Those of R Rᵀ, and P − NK zeros; where there are more rows than parameters, the largest P of them."""
-        values = torch.linalg.eigvalsh(self.gram().double())[-self.layout.size :]
+        values = eigvalsh(self.gram().double(), "the kernel")[-self.layout.size :]
         return torch.cat([values, values.new_zeros(self.layout.size - len(values))])
 
     def lerp(self, other: Operator, weight: float) -> KernelOperator:
@@ -329,7 +330,7 @@ class KernelOperator(Operator):
             if rtol is not None:
                 values = torch.where(values > rtol * values[-1:], values, 0.0)
             return KernelPowerInverse(self.layout, self, inverse_powered(values, self.power), 0.0)
-        weight = torch.linalg.cholesky(weight) if weight is not None and weight.ndim == 2 else weight
+        weight = cholesky(weight, 0.0, "Pinv(weight=…)") if weight is not None and weight.ndim == 2 else weight
         gram = self.gram() if weight is None else self._weighted_gram(weight)
         check_finite(gram, "the kernel")
         values, vectors = spectrum(gram)
@@ -356,8 +357,7 @@ class KernelOperator(Operator):
         if damping > 0:
             return
         gram = self.gram()
-        check_finite(gram, "the kernel")
-        values = torch.linalg.eigvalsh(gram.double())
+        values = eigvalsh(gram.double(), "the kernel")
         zeros = values.new_zeros(max(self.layout.size - values.numel(), 0))
         spectrum = torch.cat([zeros, values]).sort().values[-self.layout.size :]
         rtol = values.numel() * torch.finfo(gram.dtype).eps

@@ -46,6 +46,7 @@ from natgrad.linalg import (
     Damping,
     Relative,
     check_power,
+    eigvalsh,
     inverse_powered,
     number_of,
     powered,
@@ -1197,7 +1198,7 @@ def recomposed(values: Tensor, vectors: Rotation) -> SymFactor:
 
 def eigenvalues(factor: SymFactor) -> Tensor:
     """[c d], ascending."""
-    return torch.linalg.eigvalsh(factor) if is_dense(factor) else factor.sort(-1).values
+    return eigvalsh(factor, "a factor of the metric") if is_dense(factor) else factor.sort(-1).values
 
 
 def _overlap(new: Rotation, old: Rotation) -> Rotation:

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, svd
 from natgrad.model import Model
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
@@ -67,7 +67,7 @@ class Nystrom(Structure):
             shifted = Y + ν * Ω
             C, info = torch.linalg.cholesky_ex(0.5 * (Ω.T @ shifted + shifted.T @ Ω))
             ν = torch.where(info > 0, 10 * ν + torch.finfo(dtype).tiny, ν)
-        U, s, _ = torch.linalg.svd(torch.linalg.solve_triangular(C, shifted.T, upper=False).T, full_matrices=False)
+        U, s, _ = svd(torch.linalg.solve_triangular(C, shifted.T, upper=False).T, "the sketch of the metric")
         values = (s.square() - ν).clamp(min=0)
         floor = values[-1] if rank < p else values.new_zeros(())
         return LowRankOperator(G.layout, U, values - floor, floor.expand(p).clone(), rank)

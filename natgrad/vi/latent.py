@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.errors import NonFiniteError
 from natgrad.families.domains import time_to_singular
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, cholesky
 from natgrad.vi.laplace import check_precision
 from natgrad.vi.likelihoods import Likelihood
 from natgrad.vi.posterior import check_rate
@@ -62,7 +62,7 @@ class Belief:
     @property
     def root(self) -> Tensor:
         """C, lower triangular; every step keeps Λ positive definite."""
-        return torch.linalg.cholesky(self.precision)
+        return cholesky(self.precision, 0.0, "the precision of the latent Gaussian")
 
     def marginals(self, at: Projection) -> tuple[Tensor, Tensor, Tensor]:
         """Means μ_f and variances v_f [n] of the latent values, and KL(q(v) ‖ N(0, 1)) []; one factorisation."""

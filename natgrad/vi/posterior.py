@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NonFiniteError
 from natgrad.families.base import ExponentialFamily
+from natgrad.linalg import svd
 from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, along
 from natgrad.model import check_slots
 
@@ -128,7 +129,7 @@ class Regression(Estimator):
         scale = centred.square().mean(-2, keepdim=True).sqrt()
         scale = torch.where(scale > 0, scale, 1.0)
         # The solution of least norm: entries of t that are equal share their coefficient.
-        U, σ, Vh = torch.linalg.svd(centred / scale, full_matrices=False)
+        U, σ, Vh = svd(centred / scale, "the sufficient statistic of the samples")
         large = σ > σ[..., :1] * max(centred.shape[-2:]) * torch.finfo(t.dtype).eps
         inverse = torch.where(large, σ, 1.0).reciprocal() * large
         solution = Vh.mT @ (inverse.unsqueeze(-1) * (U.mT @ remainder.movedim(0, -1).unsqueeze(-1)))

@@ -109,6 +109,17 @@ def test_a_point_that_is_not_a_number_is_not_inside() -> None:
         cone.check(nan, "x")
 
 
+@pytest.mark.parametrize("d", [2, 3, 5])
+def test_a_member_that_is_not_a_number_leaves_the_others_of_its_batch_alone(d: int) -> None:
+    A = normal(4, d, d)
+    eta = torch.cat([normal(4, d), (A @ A.mT + torch.eye(d)).flatten(-2)], -1)
+    with_nan = eta.clone()
+    with_nan[1] = math.nan
+    margins, rest = f.FullGaussian().margin(with_nan), [0, 2, 3]
+    assert bool(margins[1].isnan())
+    close(margins[rest], f.FullGaussian().margin(eta)[rest])
+
+
 @pytest.mark.parametrize("domain", [Space(), OpenBox(0.0), OpenBox(upper=0.0), OpenBox(-1.0, 3.0), Simplex()], ids=repr)
 def test_the_centre_lies_inside_and_the_closure_holds_the_boundary(domain: Domain) -> None:
     centre = domain.centre(torch.zeros(2, 3))
