@@ -269,12 +269,21 @@ class _Foreign(pickle.UnpicklingError):
     """The file is no batch of images."""
 
 
+# What a pickled array is made of. A module beside these could run code when it is imported.
+_PARTS = frozenset(
+    {
+        *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")),
+        *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
+    }
+)
+
+
 @final
 class _Arrays(pickle.Unpickler):
     """Unpickles arrays, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
+        if (module, name) in _PARTS:
             return super().find_class(module, name)
         raise _Foreign(f"a batch of CIFAR has arrays only, this file wants {module}.{name}: do not use it")
 

@@ -79,7 +79,7 @@ class Run:
         stepper = SOLVERS[self.solver](net, classes, self.rate, self.memory)
         spent, steps, looks = 0.0, 0, self._looks()
         if self.checkpoint.exists():
-            state = torch.load(self.checkpoint, map_location=self.device, weights_only=False)
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             net.load_state_dict(state["net"])
             stepper.load(state["stepper"])
             generator.set_state(state["generator"].cpu())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar
@@ -128,6 +129,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     inverse of another solver is not used: the next step inverts anew.
     """
     check_entries(state, _ENTRIES, 'the "natgrad" entry of the state')
+    state = state | {"structure": structure_in_words(tracker.structure, state["structure"])}
     check_signature("optimizer", state, _signature(tracker, preconditioner))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
@@ -203,16 +205,53 @@ def _signature(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[s
     declared = observer.cache.operations.declared(observer.blocks)  # whatever operations have shown since
     return {
         "metric": in_words(tracker.metric.unsampled()),
-        "structure": _without_power(tracker.structure),
+        "structure": structure_in_words(tracker.structure),
         "damping": "relative" if isinstance(preconditioner.damping, Relative) else "absolute",
         "parameters": {name: list(p.shape) for name, p in observer.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in declared},
     }
 
 
-def _without_power(structure: Structure) -> str:
-    """In words. What is averaged is G, and its inverse is at the power: the next one may be at another."""
-    return re.sub(r", power=[^,)]*|power=[^,)]*(, )?", "", repr(structure))
+def structure_in_words(structure: Structure, saved: str | None = None) -> str:
+    """In words; if those that were ``saved`` are only without defaults that were added later, the words of today.
+
+    Without the power: what is averaged is G, and its inverse is at the power, so that the next one may be at another.
+
+    >>> import natgrad as ng
+    >>> structure_in_words(ng.Kronecker(fallback=ng.BlockDense()), "Kronecker(fallback=BlockDense(), strict=False)")
+    "Kronecker(sharing='expand', fallback=BlockDense(), strict=False, largest=16384, bias='joint')"
+    """
+    words = re.sub(r", power=[^,)]*|power=[^,)]*(, )?", "", repr(structure))
+    if saved is None or saved == words:
+        return words
+    kinds = {type(each).__name__: each for each in _dataclasses_in(structure)}
+    try:
+        mine, theirs = (_abbreviated(ast.parse(each, mode="eval").body, kinds) for each in (words, saved))
+    except SyntaxError:  # a function, or another thing without words
+        return saved
+    return words if mine == theirs else saved
+
+
+def _dataclasses_in(value: Any) -> Iterator[Any]:
+    """A dataclass, and those in its fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        yield value
+        for each in fields(value):
+            yield from _dataclasses_in(getattr(value, each.name))
+
+
+def _abbreviated(words: ast.expr, kinds: Mapping[str, Any]) -> str:
+    """The words without what has its default in one of these dataclasses, by the names of their types."""
+    if not isinstance(words, ast.Call) or not isinstance(words.func, ast.Name):
+        try:
+            return in_words(ast.literal_eval(words))
+        except ValueError:
+            return ast.unparse(words)
+    kind = words.func.id
+    defaults = {f.name: in_words(_default(f)) for f in fields(kinds[kind])} if kind in kinds else {}
+    given = {each.arg or "": _abbreviated(each.value, kinds) for each in words.keywords}
+    entries = [f"{name}={value}" for name, value in given.items() if value != defaults.get(name)]
+    return f"{kind}({', '.join(entries)})"
 
 
 def _solver(preconditioner: Preconditioner, power: float) -> str:
@@ -274,6 +313,17 @@ def check_finite(what: str, tensors: Mapping[str, Any]) -> None:
             )
 
 
+def _check_nonnegative(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """No second moment is negative, but for rounding: its square root would be NaN, or a step would ascend."""
+    for name, t in tensors.items():
+        rounding = torch.finfo(t.dtype).eps ** 0.5
+        if t.numel() and bool(t.min() < -rounding * t.abs().max()):
+            raise ValueError(
+                f"{name} of {what} in the state has a negative second moment, {float(t.min()):.3g}: it is damaged. "
+                f"{_NOTHING}: take an earlier checkpoint"
+            )
+
+
 def check_generator(saved: Tensor, generator: torch.Generator) -> None:
     """The numbers of a sampled metric can be gone on with; those of another kind of device need not."""
     if saved.dtype != torch.uint8 or saved.ndim != 1:
@@ -311,6 +361,7 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             if what in tensors:
                 _check_shape(f"{what} of {name}", tensors[what], tuple(params[key].shape))
         check_finite(name, tensors)
+        _check_nonnegative(name, {what: t for what, t in tensors.items() if what == "exp_avg_sq"})
 
 
 def operator_of(
@@ -328,6 +379,7 @@ def operator_of(
     strange = [key for key in tensors if key not in expected]
     if strange:
         raise ValueError(f"the metric in the state has {', '.join(strange)}, for which there is no layer. {_NOTHING}")
+    _check_nonnegative("the metric", G.nonnegative())
     return G
 
 
@@ -340,7 +392,10 @@ def _inverse_of(G: Operator, tensors: Mapping[str, Tensor]) -> Inverse | None:
             inverse.solve(next(iter(tensors.values())).new_zeros(G.layout.size))
         return inverse
 
-    return _built("the inverse of the metric", attempt)
+    inverse = _built("the inverse of the metric", attempt)
+    if inverse is not None:
+        _check_nonnegative("the inverse of the metric", inverse.nonnegative())
+    return inverse
 
 
 def _built(what: str, build: Callable[[], T]) -> T:
@@ -394,5 +449,10 @@ def _tells(field: Field[Any], value: Any) -> bool:
     entry = getattr(value, field.name)
     if isinstance(entry, Newton) or not field.repr:
         return False
-    default = field.default if field.default_factory is MISSING else field.default_factory()
+    default = _default(field)
     return default is MISSING or in_words(entry) != in_words(default)
+
+
+def _default(field: Field[Any]) -> Any:
+    """Of a field of a dataclass; ``MISSING`` if it has none."""
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -14,6 +14,7 @@ dot in it, since torch joins names by dots.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -87,7 +88,7 @@ def divided(
 def joined(state: Mapping[str, Any]) -> Entry:
     """A state with its metric in one entry beside those of torch.optim, as in version 0.1.0, from either layout."""
     if KEY in state:
-        return dict(state)
+        return {**state, KEY: renamed(state[KEY])}
     keys = [key for group in state.get("param_groups", ()) for key in group["params"]]
     plain = {key: dict(of_param) for key, of_param in state.get("state", {}).items()}
     mine = [plain.get(key, {}).pop(KEY, {}) for key in keys]
@@ -119,6 +120,16 @@ def joined(state: Mapping[str, Any]) -> Entry:
         if numbers[f"has_{operator}"] and not entry[operator]:
             raise ValueError(f"the metric is missing in the state ({operator}). {IN_PLACE}")
     return {**state, "state": {key: of_param for key, of_param in plain.items() if of_param}, KEY: entry | words}
+
+
+def renamed(entry: Mapping[str, Any]) -> Entry:
+    """An entry of version 0.1.0, where the fallback was called the rest, under the names of today."""
+    if "rest" in entry.get("parameters", ()):
+        return dict(entry)
+    present = [operator for operator in _OPERATORS if isinstance(entry.get(operator), dict)]
+    return dict(entry) | {
+        operator: {re.sub(r"^rest/", "fallback/", key): t for key, t in entry[operator].items()} for operator in present
+    }
 
 
 def _shared(first: Mapping[str, Tensor]) -> Entry:

@@ -517,6 +517,10 @@ class Operator(ABC):
         """The shapes that ``tensors()`` must have, by what is known without them."""
         return {key: tuple(t.shape) for key, t in self.tensors().items()}
 
+    def nonnegative(self) -> dict[str, Tensor]:
+        """What cannot be below zero in ``tensors()``, by their names: second moments, or the diagonals of matrices."""
+        return {}
+
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         """The inverse with these ``tensors()``, of this metric or an earlier one; None if it must be computed again."""
         return None
@@ -596,6 +600,10 @@ class Inverse(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """All its tensors by name, for ``Operator.inverse_from``; of an iterative inverse, the last solution."""
+        return {}
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        """What cannot be below zero in ``tensors()``, as in ``Operator.nonnegative``."""
         return {}
 
     @property

@@ -240,6 +240,9 @@ class DenseOperator(Operator):
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
 
+    def nonnegative(self) -> dict[str, Tensor]:
+        return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"matrix": (self.layout.size, self.layout.size)}
 
@@ -315,6 +318,9 @@ class BlockDenseOperator(Operator):
 
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: (len(index), len(index)) for name, index in zip(self.names, self.indices, strict=True)}

@@ -123,6 +123,9 @@ class DiagonalOperator(Operator):
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
 
+    def nonnegative(self) -> dict[str, Tensor]:
+        return self.tensors()
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"values": (self.layout.size,)}
 
@@ -188,3 +191,6 @@ class ScaleInverse(Inverse):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale}
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return self.tensors()

@@ -74,6 +74,7 @@ from natgrad.structures.layered import (
     LayerOperator,
     LayerSplit,
     SidesCost,
+    diagonal_of,
     eigenvalues,
     factor_power,
     joined,
@@ -783,6 +784,9 @@ class ProductInverse(LayerInverse):
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._all()
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return super().nonnegative() | {key: diagonal_of(t) for key, t in self._all().items()}
 
     def _all(self) -> dict[str, Tensor]:
         more = self._views(self.half_stacks, HALVES) if self.half_stacks else {}

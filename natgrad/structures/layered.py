@@ -667,9 +667,14 @@ class LayerOperator(Operator):
             return None
         return self._named(self.averaged_letters)
 
+    def nonnegative(self) -> dict[str, Tensor]:
+        below = {} if self.fallback is None else self.fallback.nonnegative()
+        sides = {"S": list(map(diagonal_of, self.left)), "A": list(map(diagonal_of, self.right))}
+        return in_fallback(below) | layer_tensors(self.blocks, {**self.averaged_letters, **sides})
+
     def _named(self, by_letter: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
         below = {} if self.fallback is None else self.fallback.tensors()
-        return {FALLBACK + key: t for key, t in below.items()} | layer_tensors(self.blocks, by_letter)
+        return in_fallback(below) | layer_tensors(self.blocks, by_letter)
 
     def _rounding(self, block: Block) -> float:
         """The relative size of eigenvalues that are noise. Each side has the noise of its size."""
@@ -710,6 +715,16 @@ def layer_tensors(blocks: Sequence[Block], by_letter: Mapping[str, Iterable[Tens
     """Tensors of every layer, by its first parameter and their letter."""
     pairs = ((block, letter, t) for letter, side in by_letter.items() for block, t in zip(blocks, side, strict=True))
     return {f"{block.names[0]}/{letter}": t for block, letter, t in pairs if t is not None}
+
+
+def diagonal_of(factor: Tensor) -> Tensor:
+    """[c o] of a factor [c o o], or of one of which only that is kept."""
+    return factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor
+
+
+def in_fallback(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the fallback, by their names in the whole."""
+    return {FALLBACK + key: t for key, t in tensors.items()}
 
 
 def fallback_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -835,8 +850,10 @@ class LayerInverse(Inverse):
         return out
 
     def fallback_inverse_tensors(self) -> dict[str, Tensor]:
-        below = {} if self.fallback is None else self.fallback.tensors()
-        return {FALLBACK + key: t for key, t in below.items()}
+        return {} if self.fallback is None else in_fallback(self.fallback.tensors())
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return {} if self.fallback is None else in_fallback(self.fallback.nonnegative())
 
     def overwritten(self, new: Inverse) -> Inverse:
         if new is self or type(new) is not type(self):
@@ -977,6 +994,9 @@ class SpectralInverse(LayerInverse):
     def tensors(self) -> dict[str, Tensor]:
         by_letter = {"Q": self.left, "P": self.right, "d": self.scales}
         return self.fallback_inverse_tensors() | layer_tensors(self.blocks, by_letter)
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return super().nonnegative() | layer_tensors(self.blocks, {"d": self.scales})
 
 
 @final

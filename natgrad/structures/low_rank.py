@@ -156,6 +156,9 @@ class LowRankOperator(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
 
+    def nonnegative(self) -> dict[str, Tensor]:
+        return {"values": self.values, "floor": self.floor}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         p, r = self.layout.size, self.values.numel()
         return {"vectors": (p, r), "values": (r,), "floor": (p,)}
@@ -253,6 +256,9 @@ class LowRankInverse(Inverse):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "root": self.root, "factor": self.factor}
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return {"scale": self.scale}
 
 
 @final

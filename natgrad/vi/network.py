@@ -22,9 +22,12 @@ from natgrad.optim.checkpoint import (
     check_signature,
     in_words,
     operator_of,
+    structure_in_words,
 )
+from natgrad.optim.state_layout import renamed
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
+from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
@@ -196,22 +199,27 @@ class VariationalNetwork:
         """The metric and the random stream. μ is in the model, whose own state belongs beside this one."""
         tensors = {} if self._posterior is None else self.operator.tensors()
         operator = {key: t.clone() for key, t in tensors.items()}
-        return {**self._signature(), "operator": operator, "generator": self.generator.get_state()}
+        layers = {"operations": self._view.cache.operations.state()}  # of parameters that are used outside of modules
+        return {**self._signature(), **layers, "operator": operator, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume, bit for bit, from the state of a posterior over the same parameters in the same structure.
 
         A state that does not fit is refused, and nothing changes.
         """
-        signature = self._signature()
+        state, signature = renamed(state), self._signature()
         kinds = {name: type(value) for name, value in signature.items()}
         check_entries(state, {**kinds, "operator": dict, "generator": Tensor}, "the state")
-        check_signature("posterior", state, signature)
+        words = structure_in_words(self.structure, state["structure"])
+        check_signature("posterior", state | {"structure": words}, signature)
         check_finite("the metric", state["operator"])
         check_generator(state["generator"], self.generator)
         tensors = {key: t.to(self.model.example.device, copy=True) for key, t in state["operator"].items()}
-        G = operator_of(self.structure, self.model, self._view.blocks, tensors) if tensors else None
+        blocks, operations = self._view.blocks, self._view.cache.operations
+        layers = loaded(self.model, blocks, state.get("operations", ()))
+        G = operator_of(self.structure, self.model, with_layers(blocks, layers), tensors) if tensors else None
         self._posterior = None if G is None else (G, Cholesky().init(G, self.prior.damping))
+        operations.put(layers, blocks)
         if state["generator"].shape == self.generator.get_state().shape:  # else it is of another kind of device
             self.generator.set_state(state["generator"].cpu())
 
@@ -219,7 +227,7 @@ class VariationalNetwork:
         """What a saved state must agree with."""
         return {
             "metric": in_words(self.metric.unsampled()),
-            "structure": repr(self.structure),
+            "structure": structure_in_words(self.structure),
             "dtype": str(self.model.example.dtype),
             "parameters": {name: list(p.shape) for name, p in self.model.params.items()},
         }

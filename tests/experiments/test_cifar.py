@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,17 @@ def test_a_file_that_could_run_a_program_is_refused(tmp_path: Path) -> None:
         (folder / name).write_bytes(pickle.dumps({b"data": Path}, protocol=2))
     with pytest.raises(pickle.UnpicklingError, match=r"has arrays only, this file wants pathlib"):
         read(tmp_path, CIFAR100)
+
+
+def test_no_module_is_imported_that_an_array_does_not_need(tmp_path: Path) -> None:
+    """Importing it may run a program, whatever the name is that is wanted of it."""
+    folder = tmp_path / CIFAR100.folder
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / name).write_bytes(b"cnumpy.f2py.__main__\ndtype\n.")
+    with pytest.raises(pickle.UnpicklingError, match=r"arrays only, this file wants numpy.f2py.__main__.dtype"):
+        read(tmp_path, CIFAR100)
+    assert "numpy.f2py.__main__" not in sys.modules
 
 
 def test_labels_of_another_set_are_refused(tmp_path: Path) -> None:

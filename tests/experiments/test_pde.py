@@ -1,8 +1,9 @@
 """The equations of ``experiments.pde`` hold for their solutions; runs are logged, resumed and not repeated."""
 
 import json
-from copy import deepcopy
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,18 @@ def test_a_run_is_logged_and_not_repeated(tmp_path: Path, capsys: pytest.Capture
     assert "| poisson2d | adam 0.001 |" in said.partition("| ratio |")[2]
 
 
+def test_a_checkpoint_that_could_run_a_program_is_refused(tmp_path: Path) -> None:
+    class Program:
+        def __reduce__(self) -> tuple[Any, tuple[Path]]:
+            return Path.touch, (tmp_path / "ran",)
+
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"net": Program()}, tmp_path / "checkpoints" / "poisson2d-natgrad-0.pt")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        main(["--problem", "poisson2d", "--solver", "natgrad", "--minutes", "0.005", "--results", str(tmp_path)])
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_gap_is_to_the_best_baseline_and_counts_no_later_error_of_natgrad(tmp_path: Path) -> None:
     def log(problem: str, solver: str, seed: int, *looks: tuple[float, float]) -> None:
         head = {"solver": solver, "rate": 0.1 if solver == "adam" else None}
@@ -70,7 +83,7 @@ def test_the_gap_is_to_the_best_baseline_and_counts_no_later_error_of_natgrad(tm
 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))
-def test_a_solver_goes_on_from_its_state(solver: str) -> None:
+def test_a_solver_goes_on_from_its_state(solver: str, tmp_path: Path) -> None:
     def classes() -> dict[str, ng.Residuals]:
         made = PROBLEMS["poisson2d"].classes(0, "cpu")[0]
         return {name: ng.Residuals(each.function, each.draw()[::20]) for name, each in made.items()}  # type: ignore[index]
@@ -80,7 +93,8 @@ def test_a_solver_goes_on_from_its_state(solver: str) -> None:
     for _ in range(2):
         steppers[0].step(0.1)
     nets[1].load_state_dict(nets[0].state_dict())
-    steppers[1].load(deepcopy(steppers[0].state()))
+    torch.save(steppers[0].state(), tmp_path / "state")
+    steppers[1].load(torch.load(tmp_path / "state", weights_only=True))
     assert steppers[0].step(0.2) == pytest.approx(steppers[1].step(0.2), rel=1e-12)
     pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
     assert all(torch.allclose(p, q, rtol=1e-8, atol=1e-12) for p, q in pairs)

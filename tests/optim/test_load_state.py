@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -318,3 +319,54 @@ POISONED: dict[str, tuple[str, Damage, str]] = {
 def test_a_state_with_nan_or_infinity_is_refused_and_nothing_is_loaded(name: str) -> None:
     make, damage, match = POISONED[name]
     _refused(MAKES[make], damage, NonFiniteError, f"{match} in the state holds NaN or infinity.*earlier checkpoint")
+
+
+NEGATIVE: dict[str, tuple[str, str, str, str]] = {
+    "diagonal": ("diagonal", "operator", "values", "values of the metric"),
+    "matrix": ("dense", "operator", "matrix", "matrix of the metric"),
+    "block": ("block_dense", "operator", "mix", "mix of the metric"),
+    "left": ("kfac", "operator", "hidden.weight/S", "hidden.weight/S of the metric"),
+    "right": ("kfac", "operator", "last.weight/A", "last.weight/A of the metric"),
+    "moments": ("ekfac", "operator", "last.weight/D", "last.weight/D of the metric"),
+    "rest": ("ekfac", "operator", "fallback/values", "fallback/values of the metric"),
+    "floor": ("low_rank", "operator", "floor", "floor of the metric"),
+    "inverse": ("kfac", "inverse", "hidden.weight/S", "hidden.weight/S of the inverse"),
+    "eigenvalue": ("ekfac", "inverse", "hidden.weight/d", "hidden.weight/d of the inverse"),
+    "scale": ("kfac", "inverse", "fallback/scale", "fallback/scale of the inverse"),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_a_negative_second_moment_is_refused_and_nothing_is_loaded(name: str) -> None:
+    """The steps would be NaN, or would ascend."""
+    make, operator, key, match = NEGATIVE[name]
+    _refused(
+        MAKES[make], _poison(operator, key, -1.0), ValueError, f"{match}.* has a negative second moment, -1: .*earlier"
+    )
+
+
+def test_negative_second_moments_of_adamw_are_refused() -> None:
+    damage = _entry("state", 0, "exp_avg_sq", value=torch.full((4, 4), -1.0).double())
+    _refused(lambda m: ng.KFAC(m, EXACT, fallback="adamw"), damage, ValueError, "exp_avg_sq of mix .*negative second")
+
+
+def test_a_second_moment_that_is_negative_by_rounding_is_loaded() -> None:
+    _, state = state_of(MAKES["diagonal"])
+    state["natgrad"]["operator"]["values"][0] = -1e-18
+    MAKES["diagonal"](net()).load_state_dict(state)
+
+
+def test_what_was_saved_before_a_default_was_added_is_the_same_structure() -> None:
+    _, state = state_of(MAKES["kfac"])
+    for words in ("Kronecker()", "Kronecker(sharing='expand', strict=False)", "Kronecker(fallback=Diagonal())"):
+        state["natgrad"]["structure"] = words
+        MAKES["kfac"](net()).load_state_dict(state)
+    for words in (
+        "Kronecker(sharing='reduce')",
+        "Kronecker(fallback=Dense())",
+        "Kronecker(later=1)",
+        "EigenKronecker()",
+    ):
+        state["natgrad"]["structure"] = words
+        with pytest.raises(ValueError, match=rf"its structure is {re.escape(words)}, here it is Kronecker\(sharing="):
+            MAKES["kfac"](net()).load_state_dict(state)
