@@ -143,6 +143,10 @@ def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
+# The function of torch that does so: from 2.15 on the first.
+_BEFORE_AND_AFTER = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+
+
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint.checkpoint(function, *args)`` is ``function(*args)``.
@@ -156,7 +160,8 @@ def without_checkpoints() -> Iterator[None]:
     ...     torch.func.grad(lambda x: checkpoints.checkpoint(torch.sin, x, use_reentrant=False).sum())(0 * x)
     tensor([1.])
     """
-    names = {"_checkpoint_without_reentrant_generator": _nothing, "CheckpointFunction": _Uncheckpointed}
+    generator = next(name for name in _BEFORE_AND_AFTER if hasattr(checkpoints, name))
+    names = {generator: _nothing, "CheckpointFunction": _Uncheckpointed}
     before = {name: getattr(checkpoints, name) for name in names}
     vars(checkpoints).update(names)
     try:
