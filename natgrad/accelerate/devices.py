@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -29,6 +30,23 @@ def in_nested_forward_mode() -> bool:
 def in_transform() -> bool:
     """Whether a ``torch.func`` transform (vmap, jvp, grad) is active: tensors then have no values to look at."""
     return torch._C._are_functorch_transforms_active()
+
+
+def in_shape_inference() -> bool:
+    """Whether the pass that begins is run for the shapes of its outputs, by a ``FakeTensorMode`` or a pipeline stage.
+
+    A stage (``torch.distributed.pipelining``) calls its module on memory that nothing was written to, from torch 2.13
+    on with gradients: only its caller tells this pass from one that is trained.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return True
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    frame = None if stages is None else sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals is vars(stages) and "inference" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def in_backward() -> bool:

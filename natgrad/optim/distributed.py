@@ -11,7 +11,6 @@ of them can be loaded with any number of processes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
 
@@ -31,7 +30,6 @@ from natgrad.structures.base import Inverse, Operator
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
-_log = logging.getLogger("natgrad")
 _SHARDED = (
     "divides the parameters over processes, and natgrad does not divide the metric so: use DistributedDataParallel, in "
     "which every process has the whole model and the work on the metric is divided, or an optimizer of torch.optim"
@@ -57,8 +55,8 @@ class World:
         finally:
             del problem  # an error in a variable would hold the optimizer, which its frames hold
 
-    def refuse_join(self) -> None:
-        """Raise where some processes may have no batch left (``model.join()``), and would make no step."""
+    def check(self) -> None:
+        """Raise where the processes that train one model would not all take the same steps."""
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """The mean of the estimates of all processes, weighted by their numbers of examples n."""
@@ -87,6 +85,29 @@ class World:
 
 
 @final
+class Alone(World):
+    """A process that knows of no others, and would take steps of its own if there were any.
+
+    ``cause``: what decides them. Gradients are not of this kind: the user may have averaged them.
+    """
+
+    def __init__(self, cause: str) -> None:
+        self._cause = cause
+
+    def check(self) -> None:
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if size > 1:
+            raise IncompatibleError(
+                f"there are {size} processes, and the optimizer was given a model in no DistributedDataParallel: each "
+                f"process would step by {self._cause}, and their parameters would drift apart. Wrap the model first, "
+                "and give the wrapped one to the optimizer: model = DistributedDataParallel(model); "
+                "opt = KFAC(model, …). "
+                "If each process trains a model of its own, such as a stage of a pipeline, give the optimizer "
+                "DistributedDataParallel(model, process_group=torch.distributed.new_subgroups(1)[0])"
+            )
+
+
+@final
 class Group(World):
     """The processes of a process group; all of them make the same calls."""
 
@@ -112,7 +133,8 @@ class Group(World):
         rank, theirs = next((rank, each) for rank, each in enumerate(notes) if each is not None)
         raise type(theirs)(f"in process {rank}: {theirs}")
 
-    def refuse_join(self) -> None:
+    def check(self) -> None:
+        """Some processes may have no batch left in ``model.join()``, and would make no step."""
         if in_join(self._ddp):
             raise IncompatibleError(
                 "with model.join() a process without batches makes no step, and the others would wait for its share of "
@@ -235,19 +257,19 @@ class Group(World):
         return tensors
 
 
-def world_of(wrapping: Sequence[nn.Module]) -> World:
-    """The processes of the ``DistributedDataParallel`` among a model and what it wraps, if there is one."""
+def world_of(wrapping: Sequence[nn.Module], cause: str | None) -> World:
+    """The processes of the ``DistributedDataParallel`` among a model and what it wraps; if there is none, this process.
+
+    A ``DistributedDataParallel`` of one process alone says that the others train other models. ``cause``: what decides
+    the steps of a process beside gradients, if there is such a thing.
+    """
     for module in wrapping:
         if isinstance(module, DistributedDataParallel):
             group = Group(module)
             return group if group.size > 1 else World()
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        _log.warning(
-            "there are %d processes, and the model is in no DistributedDataParallel: the metric is that of this "
-            "process alone. If they train one model, wrap it first, and give the wrapped one to the optimizer",
-            dist.get_world_size(),
-        )
-    return World()
+    world = World() if cause is None else Alone(cause)
+    world.check()
+    return world
 
 
 def _described(problem: Exception) -> NatgradError:

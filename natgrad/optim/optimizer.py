@@ -161,7 +161,6 @@ class NaturalGradient(torch.optim.Optimizer):
         metric = metric_of(metric)
         whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
         wrapping = unwrapped(model)
-        world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         of_gradients = metric.source == "gradients"
         given, by_adamw, backed = without_metric(
@@ -189,8 +188,9 @@ class NaturalGradient(torch.optim.Optimizer):
                 "Give damping a number, or take another step rule"
             )
         device = wrapped.example.device
-        generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
+        world = world_of(wrapping, _cause_of_drift(metric, schedule, step))
+        generator = generator or _generator(device, world.rank)
         blocks = layers_of(wrapped, rules)
         if of_gradients:
             if rules:
@@ -331,7 +331,7 @@ class NaturalGradient(torch.optim.Optimizer):
             )
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
-        self.tracker.world.refuse_join()
+        self.tracker.world.check()
         self.preconditioner.handle_async_failure(self.tracker.average)
         self.flag.raise_pending()
         loss, loss_at = None, None
@@ -783,6 +783,20 @@ def _copied(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """The state of every parameter in torch.optim, with copies of its tensors."""
     items = ((key, value.items()) for key, value in state.items())
     return {key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in pairs} for key, pairs in items}
+
+
+def _cause_of_drift(metric: OutputMetric, schedule: Refresh, step: StepRule) -> str | None:
+    """What decides the steps of one process, and is another in every process that trains the same model.
+
+    None if gradients decide alone: they may have been averaged.
+    """
+    if metric.source != "gradients" and schedule.power != 0:
+        return "a metric of its own batch"
+    if step.needs_closure:
+        return "the loss of its own batch"
+    if schedule.fresh and schedule.budget is not None:
+        return 'an inverse made when its own clock has time (inverse="fresh", unless budget=None)'
+    return None
 
 
 def _generator(device: torch.device, rank: int) -> torch.Generator:

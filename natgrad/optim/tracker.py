@@ -21,6 +21,7 @@ from natgrad.accelerate.devices import (
     get_rng_state,
     in_backward,
     in_export,
+    in_shape_inference,
     in_transform,
     set_rng_state,
 )
@@ -628,8 +629,9 @@ class MetricTracker:
         """Before a forward pass of the user, ``compiled`` or not: if the metric is due, start to record the pass.
 
         Among others, these passes are ignored: passes without gradients, passes after ``refresh``, all passes if the
-        metric gets its targets by ``refresh``, passes inside a backward pass, which recompute activations, and passes
-        inside ``torch.func``, whose tensors have no values to look at: they are for derivatives by the inputs.
+        metric gets its targets by ``refresh``, passes inside a backward pass, which recompute activations, passes
+        inside ``torch.func``, whose tensors have no values to look at: they are for derivatives by the inputs, and
+        passes for shapes, whose values mean nothing.
         """
         if in_library_pass():
             return
@@ -641,10 +643,10 @@ class MetricTracker:
             return
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
-        if in_transform():
+        if in_transform() or in_shape_inference():
             return
         refuse_strangers(self.world)
-        self.world.refuse_join()
+        self.world.check()
         self._agreed = False
         if self._refreshed or self._suspended or (self.metric.needs_target and not self.metric.awaits):
             return

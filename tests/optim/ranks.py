@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -274,6 +275,8 @@ def worker(rank: int, folder: Path) -> None:
     """Everything, in one of two processes: what it found is saved by the name of the case."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
+    module = build(CASES["kfac"])
+    early = CASES["kfac"].make(module)  # before there are several processes
     with group(folder, rank):
         for name, case in {**CASES, "wide": WIDE}.items():
             model = DistributedDataParallel(build(case))
@@ -285,7 +288,10 @@ def worker(rank: int, folder: Path) -> None:
         found["clocks"] = _clocks(rank)
         found["errors"] = [_error(make, rank) for make in ERRORS.values()]
         found["sampled"] = _sampled(rank)
-        found["strangers"] = [_stranger(first, rank) for first in (True, False)]
+        for name, given in {"stranger": DistributedDataParallel(module), "unwrapped": module}.items():
+            found[name] = _message(partial(train, CASES["kfac"], given, early, range(1), rank))
+        found["averaged"] = {name: _averaged(CASES[name], rank) for name in AVERAGED}
+        found["pipeline"] = _pipeline(rank)
         found["alone"] = {name: _alone(make, rank) for name, make in ALONE.items()}
         found["freed"] = {name: _freed(make, rank) for name, make in ALONE.items()}
         found["mismatched"] = _mismatched(rank)
@@ -369,18 +375,47 @@ def _error(case: Case, rank: int) -> str:
     return "nothing was raised"
 
 
-def _stranger(first: bool, rank: int) -> str:
-    """What a pass says if the optimizer has the module inside, before it was wrapped (``first``) or after."""
-    case = CASES["kfac"]
-    module = build(case)
-    opts = [case.make(module)] if first else []
-    model = DistributedDataParallel(module)
-    opts = opts or [case.make(model.module)]
-    try:
-        train(case, model, opts[0], range(1), rank)
-    except NatgradError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+AVERAGED = ["natural", "shampoo", "soap", "muon", "batch_gradient"]
+
+
+def _averaged(case: Case, rank: int) -> Tensor:
+    """θ where the processes average their gradients, and nothing is wrapped."""
+    model = build(case)
+    opt = case.make(model)
+
+    def average(*_: object) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= len(SHARDS)
+
+    opt.register_step_pre_hook(average)
+    return train(case, model, opt, range(STEPS), rank)
+
+
+def stages() -> list[nn.Module]:
+    """Two parts of one network."""
+    return seeded(lambda: [nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), nn.Linear(4, 3).double()])
+
+
+def of_stage(at: int, model: nn.Module) -> ng.NaturalGradient:
+    """K-FAC for one of them: the metric is that of the backward pass, or of the outputs."""
+    metric = ng.Empirical() if at == 0 else EXACT
+    return ng.KFAC(model, metric, metric_every=1, inverse_every=1, lr=0.2)
+
+
+def _pipeline(rank: int) -> Tensor:
+    """θ of one of two stages. Before its first pass a stage calls its module on memory that nobody has filled."""
+    module = stages()[rank]
+    model = DistributedDataParallel(module, process_group=dist.new_subgroups(1)[0])
+    opt = of_stage(rank, model)
+    schedule = ScheduleGPipe(PipelineStage(module, rank, 2, torch.device("cpu")), 2, loss_fn=F.cross_entropy)
+    for step in range(STEPS):
+        opt.zero_grad()
+        x, t = data(step)
+        schedule.step(x) if rank == 0 else schedule.step(target=t)
+        opt.step()
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
 def _message(make: Callable[[], object]) -> str:

@@ -1,6 +1,7 @@
 """Two processes with ``DistributedDataParallel`` take the steps of one process on the joint batch."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
 
 import natgrad as ng
+from natgrad.errors import IncompatibleError
 from natgrad.model import Model
 from natgrad.optim.distributed import shares
 from natgrad.pullback.pullback import layers_of
@@ -145,23 +148,76 @@ def test_every_process_draws_samples_of_its_own(found: list[dict[str, Any]]) -> 
     assert not torch.equal(stream, other_stream)  # after both have loaded the state of the first
 
 
-def test_an_optimizer_of_the_module_inside_is_refused_before_the_processes_part(found: list[dict[str, Any]]) -> None:
+def test_an_optimizer_that_was_made_before_the_processes_met_is_refused_before_they_part(
+    found: list[dict[str, Any]],
+) -> None:
     for each in found:
-        for said in each["strangers"]:
-            assert "IncompatibleError: the model runs inside DistributedDataParallel, and the optimizer was" in said
+        assert "IncompatibleError: the model runs inside DistributedDataParallel, and the optimizer" in each["stranger"]
+        assert "IncompatibleError: there are 2 processes, and the optimizer was given a model in" in each["unwrapped"]
+        for said in (each["stranger"], each["unwrapped"]):
             assert "Wrap the model first, and give the wrapped one to the optimizer" in said
 
 
-def test_a_model_in_no_wrapper_among_several_processes_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+DRIFTING: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], str]] = {
+    "kfac": (lambda m: ng.KFAC(m, ranks.EXACT), "a metric of its own batch"),
+    "loss": (lambda m: ng.Natural(m, nn.CrossEntropyLoss()), "a metric of its own batch"),
+    "own backward": (lambda m: ng.KFAC(m, ng.Empirical()), "a metric of its own batch"),
+    "closure": (
+        lambda m: ng.NaturalGradient(
+            m, ng.BatchGradient(), structure=ng.Diagonal(power=0.0), step=ng.LevenbergMarquardt()
+        ),
+        "the loss of its own batch",
+    ),
+    "clock": (lambda m: ng.Shampoo(m, inverse_every="fresh"), "an inverse made when its own clock has time"),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_a_model_in_no_wrapper_whose_processes_would_drift_apart_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    ng.KFAC(ranks.plain(), ranks.EXACT)
-    assert not caplog.messages
+    make, own = DRIFTING[name]
+    make(ranks.plain())  # there is one process
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    ng.KFAC(ranks.plain(), ranks.EXACT)
-    (said,) = caplog.messages
-    assert "there are 4 processes, and the model is in no DistributedDataParallel: the metric is that of" in said
+    with pytest.raises(IncompatibleError, match=f"there are 4 processes, .* each process would step by {own}"):
+        make(ranks.plain())
+
+
+@pytest.mark.parametrize("name", ranks.AVERAGED)
+def test_gradients_that_the_user_has_averaged_need_no_wrapper(found: list[dict[str, Any]], name: str) -> None:
+    for each in found:
+        torch.testing.assert_close(each["averaged"][name], _alone(name), rtol=1e-8, atol=1e-10)
+    assert torch.equal(found[0]["averaged"][name], found[1]["averaged"][name])
+
+
+def test_optimizers_of_gradients_say_nothing_of_other_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for preset in (ng.Natural, ng.Shampoo, ng.SOAP, ng.Muon):
+        preset(ranks.plain())
+    assert not caplog.messages
+
+
+def test_two_stages_of_a_pipeline_take_the_steps_of_their_parts_in_one_process(found: list[dict[str, Any]]) -> None:
+    """Also if a stage calls its module to learn the shapes of what it returns."""
+    parts = ranks.stages()
+    opts = [ranks.of_stage(at, part) for at, part in enumerate(parts)]
+    for step in range(ranks.STEPS):
+        for opt in opts:
+            opt.zero_grad()
+        for x, t in zip(*(each.chunk(2) for each in ranks.data(step)), strict=True):
+            F.cross_entropy(parts[1](parts[0](x)), t).backward()
+        for opt, part in zip(opts, parts, strict=True):
+            for p in part.parameters():
+                assert p.grad is not None
+                p.grad /= 2  # as the schedule does, after the backward passes
+            opt.step()
+    for each, part in zip(found, parts, strict=True):
+        expected = torch.cat([p.detach().reshape(-1) for p in part.parameters()])
+        torch.testing.assert_close(each["pipeline"], expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ranks.ALONE)

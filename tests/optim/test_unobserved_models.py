@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import natgrad as ng
@@ -27,6 +28,22 @@ def train(opt: ng.NaturalGradient, model: Callable[[Tensor], Tensor], steps: int
 
 
 # Passes that are not seen
+
+
+@pytest.mark.parametrize("metric", [F.cross_entropy, ng.Empirical(), ng.Euclidean()], ids=["loss", "own", "outputs"])
+def test_a_pass_that_asks_for_shapes_is_no_pass_of_the_metric(metric: Any) -> None:
+    found = []
+    for asked in (True, False):
+        model = seeded(lambda: mlp(3, 4, 2).double())
+        opt = ng.NaturalGradient(model, metric, structure=ng.Kronecker())
+        if asked:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                assert model(torch.empty(5, 3, dtype=torch.float64)).shape == (5, 2)
+        F.cross_entropy(model(normal(6, 3)), torch.arange(6) % 2).backward()
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
 
 UNSEEN = (
     r"no forward pass with gradients was seen .*compiled, and the optimizer was made with the plain one \(give "
