@@ -72,7 +72,7 @@ class Polar(PlainRule):
     def direction(self, ω: Covector, sharp: SharpMap) -> Vector:
         sides = sharp.sides()
         if sides is None:
-            factors, norms = self._polar(sharp(ω), {})
+            factors, norms = self._polar(sharp(ω), None)
             v = sharp(Covector(factors))
         else:
             v, norms = self._polar(ω, sides)
@@ -83,25 +83,34 @@ class Polar(PlainRule):
     def scale(self, v: Vector, square: Tensor) -> None:
         return None
 
-    def _polar(self, matrices: Mapping[str, Tensor], sides: Mapping[str, Sides]) -> tuple[Vector, dict[str, Tensor]]:
-        """L polar(L M R) R of every matrix, with its sides, and ‖polar(L M R)‖ []: all of one shape at once."""
+    def _polar(
+        self, matrices: Mapping[str, Tensor], sides: Mapping[str, Sides] | None
+    ) -> tuple[Vector, dict[str, Tensor]]:
+        """L polar(L M R) R of every matrix, and ‖polar(L M R)‖ []: all of one shape at once.
+
+        Without ``sides`` the matrices are LMR already.
+        """
+        identity = sides is not None and all(side is None for pair in sides.values() for side in pair)
         alike: dict[tuple[int, int, torch.dtype], list[str]] = defaultdict(list)
         for name, t in matrices.items():
             alike[min(_shape(t)), max(_shape(t)), t.dtype].append(name)
         out, norms = dict[str, Tensor](), dict[str, Tensor]()
         for (o, i, dtype), names in alike.items():
             wide, tall = ([name for name in names if _is_tall(matrices[name]) == side] for side in (False, True))
-            X = matrices[names[0]].new_empty(len(names), o, i, dtype=self._precision(dtype))
+            precision, single = self._precision(dtype), torch.promote_types(dtype, torch.float32)
+            X = matrices[names[0]].new_empty(len(names), o, i, dtype=precision if identity else single)
             for side, Y in _on_their_sides(wide, tall, X):
-                scale_matrices_(Y, [_matrix(matrices[name]) for name in side], _of(side, sides))
-            X = polar(X, schedule=self._schedule(dtype), dtype=X.dtype)
-            lengths = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.promote_types(dtype, torch.float32))
+                scale_matrices_(Y, [_matrix(matrices[name]) for name in side], _of(side, sides or {}))
+            if X.dtype != precision:
+                X = _of_length_one(X, precision)
+            X = polar(X, schedule=self._schedule(dtype), dtype=precision)
+            lengths = torch.linalg.vector_norm(X, dim=(1, 2), dtype=single)
             norms |= zip((*wide, *tall), lengths.unbind(), strict=True)
             # The sides of small gradients are beyond the range of float16, though the step is not.
             held = torch.float32 if dtype == torch.float16 else dtype
             for side, Y in _on_their_sides(wide, tall, X):
                 stack = Y.new_empty(Y.shape, dtype=held)  # side by side, for one launch
-                scale_matrices_(stack, Y, _of(side, sides))
+                scale_matrices_(stack, Y, _of(side, sides or {}))
                 out |= {name: t.view(matrices[name].shape) for name, t in zip(side, stack.unbind(), strict=True)}
         return Vector({name: out[name] for name in matrices}), norms
 
@@ -120,6 +129,15 @@ def _on_their_sides(wide: list[str], tall: list[str], X: Tensor) -> Iterator[tup
         yield wide, X[: len(wide)]
     if tall:
         yield tall, X[len(wide) :].mT
+
+
+def _of_length_one(M: Tensor, dtype: torch.dtype) -> Tensor:
+    """M/‖M‖ [b o i], rounded after the division: a metric has any unit, and the polar iteration enlarges rounding.
+
+    (Muon, in the identity metric, rounds first, as torch does.)
+    """
+    norms = torch.linalg.vector_norm(M, dim=(1, 2), keepdim=True)
+    return torch.div(M, norms.clamp(min=torch.finfo(M.dtype).tiny), out=torch.empty_like(M, dtype=dtype))
 
 
 def _of(names: Sequence[str], sides: Mapping[str, Sides]) -> list[Sides]:

@@ -285,3 +285,34 @@ def test_steps_in_float16_are_those_of_exact_numbers_for_gradients_near_its_smal
         v = sides * polar(sides * g)
         v *= 0.4 * p.numel() ** 0.5 / v.norm()
         torch.testing.assert_close(old - p.detach().double(), v, rtol=0.0, atol=2e-3)
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 7])
+@pytest.mark.parametrize("examples", [4, 200], ids=["low rank", "full rank"])
+@pytest.mark.parametrize(
+    "structure",
+    [ng.Kronecker(largest=1, power=0.5), ng.Kronecker(power=0.5), ng.Diagonal(power=0.5), ng.Kernel(power=0.5)],
+    ids=["sides", "Kronecker", "Diagonal", "Kernel"],
+)
+def test_the_unit_of_the_loss_leaves_a_step_in_bfloat16_as_it_was(structure: Any, examples: int, factor: float) -> None:
+    """Five steps of Muon multiply rounding by up to 500: what is rounded must not depend on the unit."""
+    x, t = normal(examples, 30).float(), normal(examples, 40, seed=1).float()
+
+    def step(k: float) -> Tensor:
+        model = seeded(lambda: nn.Sequential(nn.Linear(30, 60, bias=False), nn.Tanh(), nn.Linear(60, 40, bias=False)))
+        before = torch.cat([p.detach().clone().flatten() for p in model.parameters()])
+
+        def loss(y: Tensor, target: Tensor) -> Tensor:
+            return k * 0.5 * (y - target).square().sum()
+
+        opt = ng.NaturalGradient(
+            model, ng.Empirical(loss), structure=structure, lr=1.0, damping=k**2 * 1e-2, step=ng.Polar()
+        )
+        opt.zero_grad()
+        (loss(model(x), t) / examples).backward()
+        opt.refresh(x, t)
+        opt.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+
+    one, other = step(1.0), step(factor)
+    assert (other - one).norm() < (0.2 if examples < 30 else 0.03) * one.norm()
