@@ -237,6 +237,20 @@ def powered(values: Tensor, power: float, what: str) -> Tensor:
     return torch.where(values > rounding, values, 0.0).pow(power)
 
 
+def without_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Eigenvalues [* d] of a matrix RᵀR that was computed in ``dtype``, of which none is negative.
+
+    Those up to ε times the largest, about the error of an entry of the matrix, are zero: half of what is zero would be
+    positive otherwise, and log det(RᵀR + λ) of a small λ too large.
+
+    >>> without_rounding(torch.tensor([-3e-8, 3e-8, 0.1, 1.0]), torch.float32)
+    tensor([0.0000, 0.0000, 0.1000, 1.0000])
+    """
+    if values.numel() == 0:
+        return values
+    return torch.where(values > torch.finfo(dtype).eps * values.amax(-1, keepdim=True), values, 0.0)
+
+
 def inverse_powered(values: Tensor, power: float) -> Tensor:
     """x^-p of positive numbers, and 0 of zero; NaN stays NaN.
 
@@ -290,11 +304,11 @@ def refuse_singular(values: Tensor, *, what: str, damping: Damping, rtol: float 
 
     >>> refuse_singular(torch.tensor([2.0, 1.0]), what="the metric", damping=0.0)
     """
-    values = values.sort().values
-    smallest, largest = float(values[0]), float(values[-1])
-    rank = int((values > rtol * max(largest, 0.0)).sum())
-    if not failed and rank == values.numel():
+    smallest, largest = map(float, values.aminmax())
+    least = rtol * max(largest, 0.0)
+    if not failed and smallest > least:
         return
+    rank = int((values > least).sum())
     indefinite = smallest < -rtol * abs(largest)
     kind = "indefinite" if indefinite else "singular"
     inside = "solve in its range with Pinv() (in any structure but LowRank and Implicit)"

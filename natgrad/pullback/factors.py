@@ -56,6 +56,24 @@ class Factors:
         """Rᵀ t, packed [c o i], for t [k n]."""
         return torch.einsum("nrco,nrci->coi", torch.einsum("knrco,kn->nrco", self.g, t), self.a)
 
+    def weighed_gram(self, d: Tensor) -> Tensor:
+        """R_n diag(d) R_nᵀ [n k l] of every example by itself, for d [c o i].
+
+        With one position it is Σ_o g_ko g_lo Σ_i d_oi a_i², and no row is formed.
+
+        >>> f, d = Factors(torch.randn(3, 1, 1, 4), torch.randn(2, 3, 1, 1, 5)), torch.rand(1, 5, 4)
+        >>> R = f.rows().transpose(0, 1)
+        >>> torch.allclose(f.weighed_gram(d), R @ (d.view(-1, 1) * R.mT), atol=1e-5)
+        True
+        """
+        if self.a.shape[1] == 1:
+            weights = torch.einsum("nci,coi->nco", self.a[:, 0].square(), d).flatten(1)
+            g = self.g[:, :, 0].flatten(2).transpose(0, 1)  # [n k (c o)]
+            return (g * weights.unsqueeze(1)) @ g.mT
+        step, weights = at_once(self.g.shape[0] * d.numel()), d.flatten()
+        rows = (self.at(some).rows().transpose(0, 1) for some in slices(len(self.a), step))
+        return torch.cat([(R * weights) @ R.mT for R in rows])
+
     def gram(self, other: Factors | None = None, limit: int = TEMPORARY) -> Tensor:
         """R R'ᵀ [(k n) (l m)] with the rows at other examples; None: at the same ones.
 
@@ -104,6 +122,12 @@ class Factors:
                 if other is self:
                     total[:, start : start + step, :, top : top + step] = block.permute(2, 3, 0, 1)
         return total.view(k * n, l * m)
+
+
+def slices(n: int, step: int) -> list[slice]:
+    """Slices of n examples, ``step`` (at least one) at a time."""
+    size = max(1, step)
+    return [slice(None)] if size >= n else [slice(start, start + size) for start in range(0, n, size)]
 
 
 @final

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.autograd_nodes import is_view_of
 from natgrad.model import Model
-from natgrad.pullback.factors import Factors
+from natgrad.pullback.factors import Factors, slices
 from natgrad.rules.base import Keys, Rule, check_packing, trainable
 
 
@@ -401,7 +401,7 @@ class Tied:
 
     def rows(self, limit: int) -> Iterator[Tensor]:
         """R [k n c o i], packed like the block, in chunks of up to ``limit`` numbers (at least one example)."""
-        return map(self._rows, _slices(self.a[0].shape[0], limit // self.numbers))
+        return map(self._rows, slices(self.a[0].shape[0], limit // self.numbers))
 
     @property
     def numbers(self) -> int:
@@ -428,11 +428,5 @@ def formed(factors: Sequence[Factors | Tied], limit: int) -> Iterator[list[Facto
         yield [f for f in factors if isinstance(f, Factors)]
         return
     n = tied[0].a[0].shape[0]
-    for examples in _slices(n, limit // sum(f.numbers for f in tied)):
+    for examples in slices(n, limit // sum(f.numbers for f in tied)):
         yield [f.at(examples) for f in factors]
-
-
-def _slices(n: int, step: int) -> list[slice]:
-    """Slices of n examples, ``step`` (at least one) at a time."""
-    size = max(1, step)
-    return [slice(None)] if size >= n else [slice(start, start + size) for start in range(0, n, size)]

@@ -268,6 +268,16 @@ class Pullback:
         coupled = self.coupling is not None
         return [layer.without_rule() if coupled or layer.facets else layer for layer in self.layers]
 
+    @property
+    def factor_size(self) -> int:
+        """How many numbers g [k r c o] and a [r c i] of all blocks have, for one example."""
+        numbers = 0
+        for block in self.blocks:
+            _, o, i = block.shape
+            shared = 1 if block.rule is None else self.positions[block.names[0]]
+            numbers += shared * (self.columns * o + i)
+        return numbers
+
     def separated(self) -> Pullback:
         """The same pullback with weights and biases as separate layers."""
         layers: list[Block] = []

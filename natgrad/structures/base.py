@@ -31,7 +31,7 @@ from natgrad.linalg import Damping, Relative, check_power
 from natgrad.model import Model
 from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.pullback import Pullback, without_autocast
 
 NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
 
@@ -590,6 +590,19 @@ class Inverse(ABC):
     def whitened(self, ω: Tensor) -> Tensor:
         """Tᵀω [s q] of covectors ω [s p], for the same root: ‖Tᵀω‖² = ωᵀ(G + λ)⁻¹ω."""
         self.refuse_root()
+
+    by_layer: ClassVar[bool] = False  # whether ``output_covariance`` needs no rows of all parameters
+
+    @without_autocast
+    def output_covariance(self, pullback: Pullback) -> Tensor:
+        """R_n (G + λ)⁻¹R_nᵀ [n k l] of every example by itself, for the rows R_n [k p] of a pullback."""
+        blocks, factors = pullback.blocks, pullback.collect()
+        k, n = factors[0].g.shape[:2]
+        rows = factors[0].g.new_empty(k, n, self.layout.size)
+        for block, f in zip(blocks, factors, strict=True):
+            block.unpack(f.rows(), rows)
+        half = self.whitened(rows.flatten(0, 1)).view(k, n, -1).transpose(0, 1)
+        return half @ half.mT
 
     def refuse_root(self) -> NoReturn:
         """Raise the error of an inverse that has no root."""

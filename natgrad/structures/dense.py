@@ -24,6 +24,7 @@ from natgrad.linalg import (
     inverse_powered,
     powered,
     refuse_indefinite,
+    without_rounding,
 )
 from natgrad.model import Model
 from natgrad.pullback.factors import cross
@@ -228,7 +229,7 @@ class DenseOperator(Operator):
         return _logdet([self.matrix], damping, self.power, ["the dense metric"])
 
     def eigenvalues(self) -> Tensor:
-        return eigvalsh(self.matrix.double(), "the metric")
+        return without_rounding(eigvalsh(self.matrix.double(), "the metric"), self.matrix.dtype)
 
     def lerp(self, other: Operator, weight: float) -> DenseOperator:
         self.same_kind(other)
@@ -306,7 +307,8 @@ class BlockDenseOperator(Operator):
         return _logdet(self.matrices, damping, self.power, self._titles)
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat([eigvalsh(matrix.double(), "a block of the metric") for matrix in self.matrices])
+        spectra = (eigvalsh(matrix.double(), "a block of the metric") for matrix in self.matrices)
+        return torch.cat([without_rounding(values, self.layout.dtype) for values in spectra])
 
     def lerp(self, other: Operator, weight: float) -> BlockDenseOperator:
         self.same_kind(other)

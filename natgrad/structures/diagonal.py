@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import ClassVar, cast, final
 
 import torch
@@ -177,6 +178,7 @@ class DiagonalOperator(Operator):
 class ScaleInverse(Inverse):
     """Division by the diagonal."""
 
+    by_layer: ClassVar[bool] = True
     layout: Layout
     scale: Tensor  # [p]
 
@@ -188,6 +190,11 @@ class ScaleInverse(Inverse):
 
     def whitened(self, ω: Tensor) -> Tensor:
         return self.scale.sqrt() * ω
+
+    @without_autocast
+    def output_covariance(self, pullback: Pullback) -> Tensor:
+        pairs = zip(pullback.blocks, pullback.collect(), strict=True)
+        return reduce(torch.add, (f.weighed_gram(block.pack(self.scale)) for block, f in pairs))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale}

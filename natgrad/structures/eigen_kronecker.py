@@ -42,6 +42,8 @@ from natgrad.structures.layered import (
     rotated,
     rotated_back,
     spread,
+    turned,
+    turns_factors,
 )
 
 Eigenvectors: TypeAlias = Literal["exact", "iterated"]
@@ -448,24 +450,22 @@ class RotatedSquares:
         k, _, r, c, o = g.shape
         i = a.shape[-1]
         if p is None and r > 1:  # a need not be dense
-            self._sums[b].accumulate(a.squared_gradients(_turned(g, q)))
+            self._sums[b].accumulate(a.squared_gradients(turned(g, q)))
             return
         x = a.dense().to(self._dtype)
         if r == 1:
-            self._inputs[b] = _turned(x, p)
+            self._inputs[b] = turned(x, p)
             self._add_plain(b, g)
             return
-        positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
-        rows = k * o * i * (o * (q is not None) + i * (p is not None))
-        if positions <= rows:
-            self._sums[b].add(Factors(_turned(x, p), _turned(g, q)))
+        if turns_factors(Factors(x, g), q, p):
+            self._sums[b].add(Factors(turned(x, p), turned(g, q)))
             return
         step = at_once(k * c * o * i)
         for chunk, h in zip(x.split(step), g.split(step, dim=1), strict=True):
             self._sums[b].accumulate(_squares(Factors(chunk, h).rows().unflatten(-1, (c, o, i)), q, p))
 
     def _add_plain(self, b: int, g: Tensor) -> None:
-        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
+        self._sums[b].add(Factors(self._inputs[b], turned(g, self._sides[b][0])))
 
 
 def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
@@ -489,13 +489,6 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> l
         for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
             total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
     return [total.total() for total in totals]
-
-
-def _turned(x: Tensor, basis: Tensor | None) -> Tensor:
-    """x [*lead c d] in the coordinates of a basis [c d d]."""
-    if basis is None:
-        return x
-    return x @ basis[0] if basis.shape[0] == 1 else torch.einsum("...cd,cde->...ce", x, basis)
 
 
 def _squares(rows: Tensor, q: Tensor | None, p: Tensor | None) -> Tensor:

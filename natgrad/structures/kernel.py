@@ -26,6 +26,7 @@ from natgrad.linalg import (
     inverse_powered,
     refuse_lost_damping,
     refuse_singular,
+    without_rounding,
 )
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors
@@ -63,12 +64,7 @@ class Kernel(Structure):
         if coupled is not None and coupled.K is not None:  # the factors again in double, and two matrices in double
             return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
         rows = pullback.columns * pullback.n
-        numbers = 0
-        for block in pullback.blocks:
-            _, o, i = block.shape
-            shared = 1 if block.rule is None else pullback.positions[block.names[0]]
-            numbers += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
-        return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
+        return pullback.n * pullback.factor_size + 2 * rows**2  # and the Gram matrix, and that of one block
 
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KernelOperator:
         self.admit(pullback)
@@ -268,6 +264,7 @@ class KernelOperator(Operator):
     def eigenvalues(self) -> Tensor:
         """Those of R Rᵀ, and P − NK zeros; where there are more rows than parameters, the largest P of them."""
         values = eigvalsh(self.gram().double(), "the kernel")[-self.layout.size :]
+        values = without_rounding(values, self.layout.dtype)
         return torch.cat([values, values.new_zeros(self.layout.size - len(values))])
 
     def lerp(self, other: Operator, weight: float) -> KernelOperator:

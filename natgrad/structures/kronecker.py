@@ -41,7 +41,7 @@ from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import IncompatibleError
-from natgrad.linalg import Damping, Relative, number_of, refuse_singular
+from natgrad.linalg import Damping, Relative, number_of, refuse_singular, without_rounding
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
 from natgrad.pullback.backward import BackwardHooks
@@ -73,6 +73,7 @@ from natgrad.structures.layered import (
     LayerInverse,
     LayerOperator,
     LayerSplit,
+    Rotation,
     SidesCost,
     diagonal_of,
     eigenvalues,
@@ -502,15 +503,22 @@ class KroneckerOperator(LayerOperator):
         return products, Basis(tuple(q), tuple(p))
 
     def diagonalised(self) -> EigenKroneckerOperator:
-        values, basis = self.spectrum()
+        # In double precision: rounding of a small eigenvalue of one factor is multiplied by the largest of the other.
+        dtype, products, sides = self.layout.dtype, list[list[Tensor]](), list[tuple[Rotation, ...]]()
+        for factors in (self.left, self.right):
+            values, vectors = spectra([factor.double() for factor in factors])
+            pairs = zip(values, vectors, strict=True)  # a diagonal factor has no rounding
+            products.append([x if q is None else without_rounding(x, dtype) for x, q in pairs])
+            sides.append(tuple(q if q is None else q.to(dtype) for q in vectors))
+        scales = (self.layer_values(b, s, a).to(dtype) for b, (s, a) in enumerate(zip(*products, strict=True)))
         fallback = None if self.fallback is None else self.fallback.diagonalised()
         return EigenKroneckerOperator(
             self.layout,
             self.blocks,
             self.left,
             self.right,
-            basis,
-            tuple(values),
+            Basis(sides[0], sides[1]),
+            tuple(scales),
             fallback,
             self.unseen,
             power=self.power,

@@ -40,6 +40,7 @@ from natgrad.accelerate.inverses import (
 )
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.roots import spectrum
+from natgrad.accelerate.temporaries import at_once
 from natgrad.errors import IncompatibleError, NatgradError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import (
@@ -55,10 +56,11 @@ from natgrad.linalg import (
 )
 from natgrad.log import listed
 from natgrad.model import Model, check_slots, check_types
+from natgrad.pullback.factors import Factors, slices
 from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import is_operation
-from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.sharing import LARGEST, Sharing
 from natgrad.structures.base import (
     FALLBACK,
@@ -528,12 +530,15 @@ class LayerOperator(Operator):
         if self.power == 0:
             return total
         for block, values in zip(self.blocks, self.spectrum(damping)[0], strict=True):
-            self.refuse_singular(block, values, damping)
-            total = total + self.power * values.log().sum()
+            if isinstance(damping, Relative) or damping == 0:
+                self.refuse_singular(block, values, damping)
+                total = total + self.power * values.log().sum()
+            else:  # G is a mean of squares: what is below λ is rounding
+                total = total + self.power * values.clamp(min=damping).log().sum()
         return total if self.fallback is None else total + self.fallback.logdet(damping)
 
     def eigenvalues(self) -> Tensor | None:
-        layers = [values.double().flatten() for values in self.spectrum()[0]]
+        layers = [values.double().clamp(min=0).flatten() for values in self.spectrum()[0]]
         if self.fallback is None:
             return torch.cat(layers)
         below = self.fallback.eigenvalues()
@@ -878,6 +883,7 @@ class SpectralInverse(LayerInverse):
     layout: Layout
     blocks: tuple[Block, ...]
     fallback: Inverse | None
+    by_layer: ClassVar[bool] = True
     left: tuple[Rotation, ...]  # Q [c o o]; None for the axes themselves
     right: tuple[Rotation, ...]  # P [c i i]
     scales: tuple[Tensor, ...]  # d [c o i]
@@ -985,6 +991,43 @@ class SpectralInverse(LayerInverse):
         if self.fallback is not None:
             layers.append(self.fallback.whitened(self.uncovered.take(ω)))
         return torch.cat(layers, dim=1)
+
+    @without_autocast
+    def output_covariance(self, pullback: Pullback) -> Tensor:
+        """Layer by layer, from g and a: rows of parameters that are packed otherwise, or in no layer, are formed."""
+        layers = {block.names for block in self.blocks}
+        if any((name,) in layers for layer in pullback.layers if len(layer.names) > 1 for name in layer.names):
+            pullback = pullback.separated()
+        given = pullback.blocks
+        factors = pullback.collect()
+        at = {block.names: number for number, block in enumerate(given)}
+        k, n = factors[0].g.shape[:2]
+        total, others = factors[0].g.new_zeros(n, k, k), list[int]()
+        for b, (block, q, p, d) in enumerate(zip(self.blocks, self.left, self.right, self.scales, strict=True)):
+            number = at.get(block.names)
+            if number is not None and packed_alike(block, given[number]):
+                total += _covariance(factors[number], q, p, d)
+            else:
+                others.append(b)
+        if not others and self.fallback is None:
+            return total
+        names = {*self.uncovered.names, *(name for b in others for name in self.blocks[b].names)}
+        which = [number for number, block in enumerate(given) if not names.isdisjoint(block.names)]
+        positions, order = torch.cat([given[number].index for number in which]).sort()
+        pieces = [(b, torch.searchsorted(positions, self.blocks[b].index)) for b in others]
+        below = None if self.fallback is None else self.uncovered.index(positions.device)
+        for some in slices(n, at_once(k * len(positions))):
+            rows = torch.cat([factors[number].at(some).rows() for number in which], dim=2)[..., order]
+            for b, piece in pieces:
+                packed = rows[..., piece].unflatten(2, self.blocks[b].shape)
+                half = rotated(self.left[b], packed, self.right[b]) * self.scales[b].sqrt()
+                half = half.flatten(2).transpose(0, 1)
+                total[some] += half @ half.mT
+            if self.fallback is not None and below is not None:
+                white = self.fallback.whitened(rows[..., torch.searchsorted(positions, below)].flatten(0, 1))
+                half = white.unflatten(0, (k, -1)).transpose(0, 1)
+                total[some] += half @ half.mT
+        return total
 
     @property
     def _sizes(self) -> list[int]:
@@ -1166,6 +1209,32 @@ def lay_side_by_side(sides: Sequence[list[Rotation]], numbers: Sequence[int]) ->
         if len(present) > 1:
             for b, t in zip(numbers, side_by_side(present), strict=True):
                 side[b] = t
+
+
+def turned(x: Tensor, q: Rotation) -> Tensor:
+    """x [*lead c d] in the coordinates of a basis [c d d], or of one [1 d d] for all groups."""
+    if q is None:
+        return x
+    return x @ q[0] if q.shape[0] == 1 else torch.einsum("...cd,cde->...ce", x, q)
+
+
+def turns_factors(f: Factors, q: Rotation, p: Rotation) -> bool:
+    """Whether it is less work to turn g and a at every position than rows Σ_r g aᵀ."""
+    (k, _, r, _, o), i = f.g.shape, f.a.shape[3]
+    positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
+    return r == 1 or positions <= k * o * i * (o * (q is not None) + i * (p is not None))
+
+
+def _covariance(f: Factors, q: Rotation, p: Rotation, d: Tensor) -> Tensor:
+    """R_n (Q ⊗ P) diag(d) (Q ⊗ P)ᵀ R_nᵀ [n k l] of every example, for the rows of a layer and d [c o i]."""
+    if turns_factors(f, q, p):
+        return Factors(turned(f.a, p), turned(f.g, q)).weighed_gram(d)
+    out = []
+    for some in slices(len(f.a), at_once(f.g.shape[0] * d.numel())):
+        rows = rotated(q, f.at(some).rows().unflatten(2, d.shape), p)
+        half = (rows * d.sqrt()).flatten(2).transpose(0, 1)
+        out.append(half @ half.mT)
+    return torch.cat(out)
 
 
 def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:

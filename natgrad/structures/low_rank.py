@@ -131,14 +131,16 @@ class LowRankOperator(Operator):
         return inside - outside, outside.expand_as(self.floor)
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
-        """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ, times the power."""
+        """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ, times the power; in double precision."""
         if self.power == 0:
             return self.floor.new_zeros(())
-        λ, G = self.absolute(damping), replace(self, power=1.0)
-        if self._bare(λ):
-            return self.power * 2 * cholesky(G.dense(), λ, _WHAT).diagonal().log().sum()
-        e, _, factor = self._capacity(λ)
-        return self.power * (e.log().sum() + 2 * factor.diagonal().log().sum())
+        λ, dtype = self.absolute(damping), self.floor.dtype
+        vectors, values, floor = (t.double() for t in (self.vectors, self.values, self.floor))
+        G = replace(self, vectors=vectors, values=values, floor=floor, power=1.0)
+        if G._bare(λ):
+            return (self.power * 2 * cholesky(G.dense(), λ, _WHAT).diagonal().log().sum()).to(dtype)
+        e, _, factor = G._capacity(λ)
+        return (self.power * (e.log().sum() + 2 * factor.diagonal().log().sum())).to(dtype)
 
     def lerp(self, other: Operator, weight: float) -> LowRankOperator:
         """The two ranges together, cut back to the rank; what is cut goes into the floor, so the diagonal stays."""

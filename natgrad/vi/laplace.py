@@ -21,12 +21,11 @@ from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import check_independent, examples, separable
-from natgrad.pullback.pullback import Observer, layers_of
+from natgrad.pullback.pullback import Observer, Pullback, layers_of
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense
-from natgrad.structures.kernel import Kernel
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -59,13 +58,9 @@ class SharedSpectrum:
 
     @cached_property
     def eigenvalues(self) -> Tensor | None:
-        """Those of G [p], if it has them."""
-        return self.diagonalised.eigenvalues()
-
-    @property
-    def has_eigenvalues(self) -> bool:
-        """Whether the eigenvalues were computed."""
-        return "eigenvalues" in vars(self)
+        """Those of G [p], if it has them, in double precision. G is a mean of squares: below zero is rounding."""
+        values = self.diagonalised.eigenvalues()
+        return None if values is None else values.clamp(min=0)
 
 
 @final
@@ -127,6 +122,7 @@ class Laplace:
         self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
         self.operator, self.examples = _mean_metric(self.model, x, metric, structure, target, generator)  # G and N
         self.solver: Solver = _solver(self.operator)
+        self._square = self._flat_mode.double().square().sum()  # ‖θ*‖²
         self._spectrum = SharedSpectrum(self.operator)
         self._assume(prior_precision)
 
@@ -175,10 +171,9 @@ class Laplace:
     def predictive(self, x: Inputs) -> Predictive:
         """The outputs of the model linearised at θ*: N(y, J (N·G + δ)⁻¹ Jᵀ), without the noise of the targets."""
         means, covariances = [], []
-        for y, J in self._jacobians(x):
-            half = self.inverse.whitened(J.flatten(0, 1)).view(*J.shape[:2], -1)  # [d n q]
-            means.append(y)
-            covariance = torch.einsum("dnq,enq->nde", half, half) / self.examples
+        for pb in self._pullbacks(x):
+            means.append(pb.y)
+            covariance = self.inverse.output_covariance(pb) * (pb.n / self.examples)
             covariances.append(0.5 * (covariance + covariance.mT))  # torch.distributions refuses what rounding leaves
         return Predictive(torch.cat(means), torch.cat(covariances))
 
@@ -192,7 +187,7 @@ class Laplace:
         ``log_likelihood``: Σ_n log p(t_n | θ*), the sum over the N examples, with all constants. The result is
         differentiable in δ where that requires a gradient.
         """
-        ll = torch.as_tensor(log_likelihood, device=self._flat_mode.device)
+        ll = torch.as_tensor(log_likelihood, device=self._square.device)
         if ll.ndim > 0:
             raise ValueError(
                 f"log_likelihood must be one number, the sum over all examples, got shape {tuple(ll.shape)}: sum it"
@@ -204,33 +199,31 @@ class Laplace:
 
         θ* was trained with another prior: to be exact, train again with the new one and repeat.
         """
-        square = float(self._flat_mode.square().sum())
         trace = self.examples * float(self.operator.trace())
-        _ = self._spectrum.eigenvalues  # for as many δ as the search needs
-        δ = most_evident(lambda δ: float(self._occam(δ)), square, trace, self.operator.layout.size)
+        δ = most_evident(lambda δ: float(self._occam(δ)), float(self._square), trace, self.operator.layout.size)
         return self.with_prior(δ)
 
     def _occam(self, prior: float | Tensor) -> Tensor:
         """The evidence without the likelihood. log det(N·G + δ) = P log N + log det(G + δ/N)."""
-        P, N, θ = self.operator.layout.size, self.examples, self._flat_mode
+        P, N, square = self.operator.layout.size, self.examples, self._square
         learned = isinstance(prior, Tensor) and prior.requires_grad
-        values = self._spectrum.eigenvalues if learned or self._spectrum.has_eigenvalues else None
+        values = self._spectrum.eigenvalues
         if learned and values is None:
             self.operator.refuse(
                 "a prior precision that requires a gradient", "its eigenvalues are not at hand; use another structure"
             )
-        δ = torch.as_tensor(prior, dtype=torch.float64, device=θ.device).reshape(())
+        δ = torch.as_tensor(prior, dtype=torch.float64, device=square.device).reshape(())
         if values is None:
             logdet = P * math.log(N) + self._spectrum.diagonalised.logdet(float(δ.detach()) / N).double()
         else:
-            logdet = (N * values.clamp(min=0) + δ).log().sum()
-        return (0.5 * (P * δ.log() - logdet - δ * θ.double().square().sum())).to(θ.dtype)
+            logdet = (N * values + δ).log().sum()
+        return (0.5 * (P * δ.log() - logdet - δ * square)).to(self.operator.layout.dtype)
 
     def _assume(self, prior_precision: float | Tensor) -> None:
         self._prior, self._inverse = prior_precision, None
 
-    def _jacobians(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
-        """y [n *out] and its Jacobian [d n p] at the mode, a chunk of examples at a time."""
+    def _pullbacks(self, x: Inputs) -> Iterator[Pullback]:
+        """Of the identity of the outputs, whose rows are J/√n, at the mode, a chunk of examples at a time."""
         changed = [name for name, p in self.model.params.items() if not torch.equal(p.detach(), self.mode[name])]
         if changed:
             raise NatgradError(
@@ -247,9 +240,14 @@ class Laplace:
             except BatchStatisticsError:  # examples that influence each other are taken together
                 step = n
         view = Observer(self.model, Euclidean(), layers_of(self.model), None)
-        for start in range(0, n, step):
-            pb = view.checked(examples(x, (start, min(start + step, n)), n) if step < n else x)
-            yield pb.y, Kernel().estimate(pb).rows().view(d, pb.n, -1) * pb.n**0.5
+        start = 0
+        while start < n:
+            stop = min(start + step, n)
+            pb = view.checked(examples(x, (start, stop), n))
+            yield pb
+            start = stop
+            if self.inverse.by_layer:
+                step = at_once(pb.factor_size)
 
     @property
     def _flat_mode(self) -> Tensor:

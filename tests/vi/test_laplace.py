@@ -175,6 +175,36 @@ def test_many_priors_cost_one_eigendecomposition(kept: str, monkeypatch: pytest.
         assert count <= 3  # the parameter without a rule
 
 
+def _smooth() -> tuple[nn.Module, Tensor]:
+    """A network of one input: the metric has eigenvalues of every size, most of them far below rounding."""
+    return seeded(lambda: (nn.Sequential(nn.Linear(1, 15), nn.Tanh(), nn.Linear(15, 2)), torch.linspace(-1, 1, 80)))
+
+
+@pytest.mark.parametrize("kept", [kept for kept in KEPT if kept != "implicit"])
+@pytest.mark.parametrize("σ", [0.3, 0.03])
+def test_the_evidence_in_single_precision_is_that_in_double_precision(kept: str, σ: float) -> None:
+    """Half of the eigenvalues that are zero are negative in single precision, and those of N·G reach 10⁶."""
+    model, x = _smooth()
+    found = []
+    for dtype in (torch.float32, DOUBLE):
+        metric = ng.Fisher(ng.Gaussian(scale=σ))
+        posterior = ng.vi.Laplace(model.to(dtype), x.to(dtype)[:, None], metric, KEPT[kept][0], prior_precision=0.1)
+        found.append(float(posterior.log_marginal_likelihood(0.0)))
+    assert found[0] == pytest.approx(found[1], abs=1.0)
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker(), ng.LowRank(40)])
+def test_log_determinants_with_damping_below_rounding_are_those_in_double_precision(
+    structure: ng.structures.Structure,
+) -> None:
+    model, x = _smooth()
+    found = []
+    for dtype in (torch.float32, DOUBLE):
+        G = structure.estimate(ng.pullback(model.to(dtype), x.to(dtype)[:, None], ng.Euclidean()))
+        found.append(float(G.logdet(1e-7)))
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
 def _regression(n: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     """x [n 3], targets [n 2] and the features [n 4] with the homogeneous 1."""
     x, t = seeded(lambda: (torch.randn(n, 3, dtype=DOUBLE), torch.randn(n, 2, dtype=DOUBLE)), seed=5)
@@ -414,6 +444,56 @@ def test_layers_of_every_kind_are_drawn_and_predicted(name: str, structure: ng.s
     torch.testing.assert_close(T @ T.T, Σ, rtol=0, atol=1e-9)
     J = problem.jacobian()
     torch.testing.assert_close(posterior.predictive(problem.x).covariance, J @ Σ @ J.mT, rtol=0, atol=1e-8)
+
+
+class Grouped(nn.Module):
+    """A convolution in groups, one of three positions, a normalisation, and a tensor in no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 6, 2, groups=2, padding=1), nn.GroupNorm(3, 6)
+        self.head, self.gain = nn.Linear(6, 3), nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        y: Tensor = self.head(self.norm(self.conv(x)).tanh().mean(2)) + opaque(x[:, :3, 0], self.gain)
+        return y
+
+
+LAYERED: dict[str, ng.structures.Structure] = {
+    "kronecker": ng.Kronecker(),
+    "eigen": ng.EigenKronecker(),
+    "apart": ng.Kronecker(bias="separate"),
+    "eigen, apart": ng.EigenKronecker(bias="separate", fallback=ng.BlockDense()),
+    "only diagonals": ng.Kronecker(largest=2),
+    "diagonal": ng.Diagonal(),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.parametrize("build", [Grouped, *["conv", "tied_weights", "tied_embedding", "attention", "weight_outside"]])
+def test_the_predictive_of_layers_is_that_of_the_jacobian(name: str, build: Callable[[], nn.Module] | str) -> None:
+    if isinstance(build, str):
+        problem = case(build).make()
+        model, x, J = Model.of(problem.model, problem.params, problem.output), problem.x, problem.jacobian()
+    else:
+        module, x = seeded(lambda: (build().double(), torch.randn(5, 4, 3, dtype=DOUBLE)))
+        model, J = Model.of(module), oracle.module_jacobian(module, x)
+    posterior = ng.vi.Laplace(model, x, ng.Euclidean(), LAYERED[name], δ)
+    G = posterior.operator.dense()
+    Σ = torch.linalg.inv(len(J) * G + δ * torch.eye(len(G), dtype=DOUBLE))
+    torch.testing.assert_close(posterior.predictive(x).covariance, J @ Σ @ J.mT, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["kronecker", "eigen", "diagonal"])
+def test_the_predictive_of_layers_needs_few_passes_whatever_the_number_of_parameters(name: str) -> None:
+    """The Jacobian of one example has 9 million numbers here, its factors 60 000."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 100)))
+    x, passes = torch.randn(40, 300), list[int]()
+    posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(), samples=1), LAYERED[name])
+    model.register_forward_hook(lambda module, args, output: passes.append(len(output)))
+    posterior.predictive(x)
+    assert len(passes) < 10
 
 
 # What a Laplace approximation refuses.
