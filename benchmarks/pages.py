@@ -153,7 +153,6 @@ NAMES_OF_RACERS = {
             "damping-3": "damping=ng.Relative(1e-3)",
             "damping-absolute-9": "damping=1e-9",
             "damping-absolute-11": "damping=1e-11",
-            "fresh": 'inverse_every="fresh"',
             "rms-20": "rms=0.2",
             "not-polar": "polar=False",
             "own": "metric=ng.Empirical()",

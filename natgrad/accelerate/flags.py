@@ -44,8 +44,8 @@ class Readback(Generic[Note]):
 
     >>> readback = Readback[str]()
     >>> readback.send(torch.tensor([1.0, 2.0]), "a note")
-    >>> readback.first, readback.take(), readback.take_arrived(), len(readback)
-    ('a note', ([1.0, 2.0], 'a note'), None, 0)
+    >>> readback.take(), readback.take_arrived(), len(readback)
+    (([1.0, 2.0], 'a note'), None, 0)
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,6 @@ class Readback(Generic[Note]):
 
     def __len__(self) -> int:
         return len(self._sent)
-
-    @property
-    def first(self) -> Note:
-        """The note of the numbers that arrive next."""
-        return self._sent[0][2]
 
     def send(self, numbers: Tensor, note: Note) -> None:
         """Send a tensor [b] or [], which may change afterwards; all have the same shape."""
@@ -84,10 +79,6 @@ class Readback(Generic[Note]):
         if device.type == "cuda":
             self._spare.append(host)
         return numbers, note
-
-    def all(self) -> list[tuple[list[float], Note]]:
-        """All that have been sent, which stay; the device is waited for."""
-        return [(_awaited(host, device), note) for host, device, note in self._sent]
 
     def clear(self) -> None:
         """Forget what has been sent."""

@@ -13,14 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import full_precision, is_asynchronous
-from natgrad.accelerate.sketch import signs
 from natgrad.errors import FactorisationError, NonFiniteError
 
 Coefficients: TypeAlias = tuple[float, ...]  # of σ ↦ aσ + bσ³ + cσ⁵ + …
@@ -505,12 +504,19 @@ def residual_of(factors: Sequence[Tensor], unit: float = 1.0) -> Tensor:
     like = factors[0]
     n, probes = like.shape[-1], min(like.shape[-1], _PROBES)
     exact = n == probes
-    few = torch.eye(n, dtype=like.dtype, device=like.device) if exact else signs(n, like.dtype, like.device, probes)
+    few = torch.eye(n, dtype=like.dtype, device=like.device) if exact else _signs(n, like.dtype, like.device, probes)
     X = few = few.expand(len(like), -1, -1)
     with products_in("single", like.device) as product:
         for factor in reversed(factors):
             X = product(factor, X)
     return torch.linalg.matrix_norm(X.sub_(few, alpha=unit)) / (unit * math.sqrt(n if exact else n * probes))
+
+
+@cache  # for ever: captured kernels read them
+def _signs(n: int, dtype: torch.dtype, device: torch.device, columns: int) -> Tensor:
+    """Random signs [n k], always the same ones."""
+    drawn = torch.randint(2, (n, columns), generator=torch.Generator().manual_seed(n), device="cpu")
+    return (2 * drawn - 1).to(device, dtype)
 
 
 # Polar factors.

@@ -51,14 +51,6 @@ _ENTRIES: Kinds = {  # those of 0.1.0; newer ones ("operations", "examples", "co
     "generator": Tensor,
     "rank": int,
 }
-_FRESHNESS: Kinds = {
-    "since": int,
-    "measured": int,
-    "drift": float,
-    "wait": float,
-    "sketch": Tensor,
-    "readings": (list, tuple),
-}
 
 
 def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
@@ -68,7 +60,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         weight.end_step()
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
     step_size = weight.step_size if tracker.world.size == 1 else 0
-    inverse, freshness = preconditioner.inverse, preconditioner.freshness
+    inverse = preconditioner.inverse
     return {
         **_signature(tracker, preconditioner),
         "solver": _solver(preconditioner, tracker.structure.power),
@@ -88,7 +80,6 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": number_of(preconditioner.damping),
         "outdated": preconditioner.outdated,
-        "freshness": None if freshness is None else freshness.state(),
         "generator": tracker.generator.get_state(),
         "rank": tracker.world.rank,
     }
@@ -116,9 +107,7 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
     inverse = solver.init(inverted, λ)
     if inverse.remembers:  # what it starts from, once it has been used
         inverse.solve(torch.ones(model.size, dtype=G.layout.dtype, device=model.example.device))
-    tensors = {"operator": G.informed(inverse, λ).tensors(), "inverse": inverse.tensors()}
-    freshness = preconditioner.freshness
-    return tensors if freshness is None else tensors | {"sketch": {"": freshness.blank(G)}}
+    return {"operator": G.informed(inverse, λ).tensors(), "inverse": inverse.tensors()}
 
 
 def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Callable[[], None]:
@@ -133,10 +122,6 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     check_signature("optimizer", state, _signature(tracker, preconditioner))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
-    freshness = state.get("freshness")  # of a metric that is inverted when it has moved
-    if freshness is not None:
-        check_entries(freshness, _FRESHNESS, 'the "freshness" of the state')
-        check_finite("the freshness", {"sketch": freshness["sketch"]})
     left = frozenset(state.get("left", ()))
     if not left <= tracker.optional:
         names = ", ".join(sorted(left - tracker.optional))
@@ -190,8 +175,6 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
         preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
         preconditioner.unseen = frozenset() if average is None else average.unseen
-        if preconditioner.freshness is not None:
-            preconditioner.freshness.load(freshness)
         _seed(tracker.generator, state["generator"].cpu(), state["rank"], tracker.world.rank)
         if state.get("counted", False):
             tracker.skip_counted()

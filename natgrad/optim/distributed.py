@@ -66,10 +66,6 @@ class World:
         """The mean of tensors over all processes, each by itself."""
         return list(values)
 
-    def of_first(self, numbers: Tensor) -> Tensor:
-        """The numbers of the first process, which the others may replace theirs by."""
-        return numbers
-
     def renewed(self, G: Operator) -> Operator:
         """``G.renewed()``; each process does its share."""
         return G.renewed()
@@ -186,10 +182,6 @@ class Group(World):
             for at, mean in zip(which, means, strict=True):
                 out[at] = mean.view(values[at].shape)
         return out
-
-    def of_first(self, numbers: Tensor) -> Tensor:
-        dist.broadcast(numbers, dist.get_global_rank(self._group, 0), group=self._group)
-        return numbers
 
     def gathered(self, compute: Callable[[], Tensors]) -> dict[str, Tensor]:
         """The tensors that all processes computed. An error of one is raised by all."""

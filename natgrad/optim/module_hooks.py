@@ -46,15 +46,19 @@ class LossHook(ModuleHook):
 
     def __init__(self, listener: LossListener) -> None:
         self._listener = weakref.ref(listener)
+        self._tell = torch.compiler.disable(_tell, reason=_NOT_COMPILED)  # here: it loads torch's compiler
 
-    @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        listener = self._listener()
-        if listener is None or in_transform():
-            return
-        y, target = _read_by(args, kwargs)
-        if isinstance(y, Tensor):
-            listener.loss_called(y, target, trains=torch.is_grad_enabled() and y.requires_grad)
+        self._tell(self._listener, args, kwargs)
+
+
+def _tell(of: weakref.ref[LossListener], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    listener = of()
+    if listener is None or in_transform():
+        return
+    y, target = _read_by(args, kwargs)
+    if isinstance(y, Tensor):
+        listener.loss_called(y, target, trains=torch.is_grad_enabled() and y.requires_grad)
 
 
 def _read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

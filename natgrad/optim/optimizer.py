@@ -158,6 +158,7 @@ class NaturalGradient(torch.optim.Optimizer):
         )
         refuse_sharded(model)
         load_compiler()
+        self._take_uncompiled = torch.compiler.disable(_take, reason=_EAGER)
         metric = metric_of(metric)
         whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
         wrapping = unwrapped(model)
@@ -319,7 +320,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, detached, if there is one."""
         # Not always: where the step is called eagerly, a compiled model in the closure stays compiled.
-        return _uncompiled(self._take, closure) if torch.compiler.is_compiling() else self._take(closure)
+        return self._take_uncompiled(self, closure) if torch.compiler.is_compiling() else self._take(closure)
 
     def _take(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None and self._prepared():
@@ -768,9 +769,8 @@ def _loss_at(
     return loss_at
 
 
-@torch.compiler.disable(reason=_EAGER)  # type: ignore[untyped-decorator]
-def _uncompiled(take: Callable[[Callable[[], Any] | None], Any], closure: Callable[[], Any] | None) -> Any:
-    return take(closure)
+def _take(optimizer: NaturalGradient, closure: Callable[[], Any] | None) -> Any:
+    return optimizer._take(closure)
 
 
 def _number(loss: Any) -> float:

@@ -16,7 +16,6 @@ from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping
 from natgrad.optim.distributed import World
-from natgrad.optim.freshness import Freshness
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
 from natgrad.structures.base import NOT_POSITIVE, Inverse, Operator
@@ -48,7 +47,6 @@ class Preconditioner:
         self.inverse: Inverse | None = None
         self.warm: dict[str, Tensor] | None = None  # what the first inverse of an iterative solver starts from
         self.damping = damping  # of the inverse
-        self.freshness = Freshness(schedule, device=device, world=world) if schedule.fresh else None
         self.outdated = False  # the metric has been estimated since it was inverted
         self.inverted = 0  # the step in which the inverse was made
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
@@ -70,38 +68,28 @@ class Preconditioner:
         ``changed``: the metric is not that of the last step. Gives G; if the inverse is due, with a new basis, for
         structures that have one. An inverse that was overwritten cannot be restored: it is due again in the next step.
         """
-        if self.freshness is not None:
-            self.freshness.enter(step)
-        inverse, freshness = self.inverse, self.freshness and copy.copy(self.freshness)
+        inverse = self.inverse
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
         if inverse is not None and inverse.remembers:
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used
         self._overwritten, self._step, self._grown = False, step, bool(self.unseen - G.unseen)
         self.outdated |= changed or self.damping != damping
         try:
-            self._operator = self._begin(G, damping, changed)
+            self._operator = self._begin(G, damping)
             yield self._operator
         except BaseException:
-            self.inverse, self.freshness = inverse, freshness
+            self.inverse = inverse
             self.damping, self.outdated, self.inverted, self.inverted_before = saved
             self.outdated |= self._overwritten
             raise
-        else:
-            if self.freshness is not None:
-                self.freshness.leave(step)
         finally:
             self._operator = None
 
-    def _begin(self, G: Operator, damping: Damping, changed: bool) -> Operator:
-        """G, with a new basis if inverse and basis are due. If the inverse is not, start to measure how far G moved."""
-        if self.due(damping):
-            if self.freshness is not None:
-                self.freshness.begin()
-            due = self.inverse is None or self.schedule.basis_due(self._step)
-            return self._renewed(G) if due and not self._follows else G
-        if self.freshness is not None and changed:
-            self.freshness.measure(G, self._step)
-        return G
+    def _begin(self, G: Operator, damping: Damping) -> Operator:
+        """G, with a new basis if inverse and basis are due."""
+        if self._follows or not self.due(damping):
+            return G
+        return self._renewed(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
 
     def followed(self, G: Operator) -> Operator:
         """After a step with a new gradient, G in a new basis, if one is due before the next (Vyas et al. 2024).
@@ -130,9 +118,7 @@ class Preconditioner:
             return True
         if not (self.outdated or self.damping != damping):
             return False
-        if self.schedule.inverse_due(self._step):
-            return True
-        return self.freshness is not None and self.freshness.due(self._step, damping, self.damping)
+        return self.schedule.inverse_due(self._step)
 
     def inverted_metric(self, G: Operator) -> Operator:
         """The metric that is inverted for the step rule: G^p, or at its share of the power."""
@@ -163,8 +149,6 @@ class Preconditioner:
                 self.inverse = last.overwritten(self.inverse)
             self._overwritten |= self.inverse is last
             self.version += self.inverse is not last
-        if self.freshness is not None:
-            self.freshness.inverted(G, self._step)
         self.damping, self.outdated = damping, False
         self.unseen, self._grown = G.unseen, False
         assert self.inverse is not None
@@ -172,7 +156,7 @@ class Preconditioner:
 
     def capturable(self, G: Operator, damping: Damping) -> bool:
         """Whether the inverse of G can be computed inside a captured step, by ``prepare_in_step``."""
-        if self.inverse is None or not self.solver.overwrites or self.freshness is not None or self.unseen:
+        if self.inverse is None or not self.solver.overwrites or self.unseen:
             return False
         if damping != self.damping or damping == 0:  # a number in the graph, where a schedule would need many graphs
             return False

@@ -286,7 +286,7 @@ def Natural(
     fit: Fit = "mean",
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int | Literal["fresh"] | None = None,
+    inverse_every: int | None = None,
     early: bool = True,
     sharing: Literal["expand", "reduce"] = "expand",
     largest: int = LARGEST,
@@ -325,7 +325,7 @@ def Natural(
     the factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
     backward pass. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence (``Kronecker``). The metric is estimated
     every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps (default: 1, and 25 with
-    ``factors="whole"``), or with "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4,
+    ``factors="whole"``) and (``early``) in the steps 1, 2, 4,
     … before. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
@@ -382,7 +382,7 @@ def Shampoo(
     fit: Fit = "mean",
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int | Literal["fresh"] = 10,
+    inverse_every: int = 10,
     early: bool = True,
     largest: int = LARGEST,
     fallback: Structure | Literal["adamw"] | None = "adamw",

@@ -99,8 +99,8 @@ class Plan:
 
     @property
     def flops(self) -> float | None:
-        every, inverse = self.schedule.every, self.schedule.basis or self.schedule.inverse  # eigenvectors cost most
-        between = math.inf if isinstance(inverse, str) else max(every, inverse)
+        schedule = self.schedule
+        between = max(schedule.every, schedule.basis or schedule.inverse)  # eigenvectors cost most
         return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
 
     @property
@@ -240,9 +240,6 @@ def _inverted(schedule: Refresh) -> str:
     first = " and at first in the steps 1, 2, 4, …" if schedule.early else ""
     if schedule.basis is not None:
         return f"inverted when it has changed, its eigenvectors are new every {schedule.basis} steps{first}"
-    if isinstance(schedule.inverse, str):
-        time = "" if schedule.budget is None else f", in at most {schedule.budget:.0%} of the time of the passes"
-        return f"inverted when it has moved by {schedule.drift:.0%}{first}{time}"
     return f"inverted every {schedule.inverse} steps{first}" if schedule.inverse > 1 else "inverted when it has changed"
 
 

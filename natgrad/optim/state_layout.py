@@ -21,8 +21,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from natgrad.optim.freshness import READINGS
-
 Entry: TypeAlias = dict[str, Any]
 
 KEY = "natgrad"
@@ -34,9 +32,8 @@ IN_PLACE = (
 _OPERATORS = ("operator", "inverse")
 _SETS = ("wanted", "outside", "unreached")  # of names of parameters
 _NUMBERS = ("step", "estimated", "inverted", "inverse_damping", "outdated", "rank")
-_FRESHNESS = ("since", "measured", "drift", "wait")
-_FLOATS = ("inverse_damping", "mass", "drift", "wait")  # an integer that is loaded into would cut them
-_HAS = ("has_operator", "has_inverse", "has_freshness")
+_FLOATS = ("inverse_damping", "mass")  # an integer that is loaded into would cut them
+_HAS = ("has_operator", "has_inverse")
 _HAS_MOMENTUM, _HAS_MOMENTS, _COUNTED = (1 << at + len(_SETS) for at in range(3))
 
 
@@ -65,21 +62,12 @@ def divided(
         bits += _HAS_MOMENTUM * ("momentum" in state) + _HAS_MOMENTS * ("exp_avg" in state)
         bits += _COUNTED * bool(entry["counted"])  # of all alike: the other numbers have no place in older states
         out[name]["flags"] = torch.tensor(bits)
-    freshness = entry["freshness"]
     numbers = {name: entry[name] for name in _NUMBERS} | dict(zip(("mass", "step_size"), entry["mass"], strict=True))
-    numbers |= dict(zip(_HAS, (bool(entry["operator"]), bool(entry["inverse"]), freshness is not None), strict=True))
-    if freshness is not None or "sketch" in blank:
-        drift = freshness or {"since": 0, "measured": 0, "drift": 0.0, "wait": 0.0, "readings": ()}
-        numbers |= {name: drift[name] for name in _FRESHNESS}
-        out[first]["sketch"] = (blank["sketch"][""] if freshness is None else freshness["sketch"]).clone()
-        steps, readings = torch.full((READINGS,), -1), torch.full((READINGS, 2), torch.nan)
-        for at, (step, *reading) in enumerate(drift["readings"]):
-            steps[at], readings[at] = step, torch.tensor(reading)
-        out[first] |= {"reading_steps": steps.to(device), "readings": readings.to(device)}
+    numbers |= {f"has_{operator}": bool(entry[operator]) for operator in _OPERATORS}
     out[first] |= {name: _number(name, value) for name, value in numbers.items()}
     out[first]["generator"] = entry["generator"].to(device, copy=True)
     out[first]["words"] = _bytes({name: entry[name] for name in words} | {"names": list(states)}, device)
-    placed = {*_OPERATORS, *_SETS, *_NUMBERS, *words, "mass", "counted", "freshness", "generator"}
+    placed = {*_OPERATORS, *_SETS, *_NUMBERS, *words, "mass", "counted", "generator"}
     if others := {name: value for name, value in entry.items() if name not in placed and value}:
         out[first]["found"] = _bytes(others, device)
     return out
@@ -140,15 +128,7 @@ def _shared(first: Mapping[str, Tensor]) -> Entry:
     entry: Entry = {operator: {} for operator in _OPERATORS} | {of: [] for of in _SETS}
     entry |= {name: first[name].item() for name in _NUMBERS}
     entry |= {"mass": (first["mass"].item(), first["step_size"].item()), "generator": first["generator"].cpu()}
-    entry["freshness"] = _freshness(first) if first["has_freshness"] else None
     return entry | (_read(first, "found") if "found" in first else {})
-
-
-def _freshness(first: Mapping[str, Tensor]) -> Entry:
-    rows = zip(first["reading_steps"].tolist(), first["readings"].tolist(), strict=True)
-    readings = [(step, *reading) for step, reading in rows if step >= 0]
-    numbers = {name: first[name].item() for name in _FRESHNESS}
-    return numbers | {"sketch": first["sketch"], "readings": readings}
 
 
 def _number(name: str, value: float) -> Tensor:

@@ -1053,21 +1053,23 @@ class ForwardHook(ModuleHook):
 
     def __init__(self, tracker: MetricTracker) -> None:
         self._tracker = weakref.ref(tracker)
+        # Not above the functions, as decorators: they load torch's compiler, which is most of the time of an import.
+        # ``_look`` itself is not compiled, and so sees whether its caller is.
+        self._look = torch.compiler.disable(_look, recursive=False, reason=_NOT_COMPILED)
+        self._tell = torch.compiler.disable(_tell)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # torch.export refuses functions that are not compiled: ``_look`` is not reached there.
         if not in_export():
-            self._look(args, kwargs)
-
-    # The call itself is not compiled, and so sees whether its caller is.
-    @torch.compiler.disable(recursive=False, reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tracker = self._tracker()
-        if tracker is not None:
-            _tell(tracker, args, kwargs, compiling())
+            self._look(self, args, kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _look(hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tracker = hook._tracker()
+    if tracker is not None:
+        hook._tell(tracker, args, kwargs, compiling())
+
+
 def _tell(tracker: MetricTracker, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
     tracker.before_pass(args, kwargs, compiled)
 

@@ -237,31 +237,6 @@ def test_a_recorded_step_waits_for_nothing() -> None:
         loop.go(20)
 
 
-@pytest.mark.parametrize("budget", [None, 0.1])
-def test_a_metric_without_a_period_waits_for_nothing_unless_it_is_inverted(budget: float | None) -> None:
-    """Its drift and the time of its inverses are read when they are there."""
-    structure = ng.Refresh(ng.Kronecker(), decay=0.9, inverse="fresh", drift=1e6, budget=budget)
-    loop = _Loop("cuda", torch.float32, make=partial(ng.NaturalGradient, structure=structure, solver=ng.Factored()))
-    loop.run(70)
-    assert loop.opt.preconditioner.inverted == 63
-    with no_waiting():
-        loop.go(30)
-
-
-def test_a_metric_without_a_period_is_inverted_in_the_steps_of_the_cpu() -> None:
-    structure = ng.Refresh(ng.Kronecker(), decay=0.9, inverse="fresh", drift=0.05, early=False, budget=None)
-    make = partial(ng.NaturalGradient, structure=structure, solver=ng.Factored())
-    found = []
-    for device in ("cpu", "cuda"):
-        loop, steps = _Loop(device, make=make), set()
-        for _ in range(40):
-            loop.go(1)
-            steps.add(loop.opt.preconditioner.inverted)
-        found.append(steps)
-    assert found[0] == found[1]
-    assert len(found[0]) > 2
-
-
 @pytest.mark.parametrize("every", [(1, 3), (2, 4)])
 def test_recorded_sobolev_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
     options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}

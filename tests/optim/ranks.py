@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -147,9 +145,6 @@ class Case:
     apart: bool = False  # one process sees the shards one after the other: examples are coupled inside of each
 
 
-FRESH: dict[str, Any] = {"inverse": "fresh", "early": False, "drift": 0.01, "budget": None}
-
-
 def _natural(**options: Any) -> Callable[[nn.Module], ng.NaturalGradient]:
     return lambda model: ng.NaturalGradient(model, **{"metric": EXACT, "lr": 0.2, "damping": 0.1, **options})
 
@@ -169,7 +164,6 @@ CASES = {
     "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, lr=0.2, metric_every=1, inverse_every=1)),
     "ekfac_schedules": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE)),
     "ekfac_uncovered": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Uncovered),
-    "kronecker_fresh": Case(_natural(structure=ng.Refresh(ng.Kronecker(), decay=0.9, **FRESH), solver=ng.Factored())),
     "diagonal": Case(_natural(structure=ng.Refresh(ng.Diagonal(), every=2, decay=0.9), momentum=0.5)),
     "block_dense": Case(_natural(structure=ng.Refresh(ng.BlockDense(), every=2, decay=0.9))),
     "dense": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9))),
@@ -217,7 +211,7 @@ CASES = {
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
 RESUMED = ["kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon"]
-RESUMED += ["kronecker_fresh", "kfac_left", "shampoo", "soap"]
+RESUMED += ["kfac_left", "shampoo", "soap"]
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
@@ -285,7 +279,6 @@ def worker(rank: int, folder: Path) -> None:
             found[f"{name}/resumed"], found[f"{name}/state"] = _resumed(CASES[name], folder / f"{name}.pt", rank)
         found["names"] = _names()
         found["shares"] = _shares(rank)
-        found["clocks"] = _clocks(rank)
         found["errors"] = [_error(make, rank) for make in ERRORS.values()]
         found["sampled"] = _sampled(rank)
         for name, given in {"stranger": DistributedDataParallel(module), "unwrapped": module}.items():
@@ -328,33 +321,6 @@ def _shares(rank: int) -> list[int]:
     model = DistributedDataParallel(build(case))
     train(case, model, case.make(model), range(4), rank)
     return solver.seen
-
-
-def _clocks(rank: int) -> list[int]:
-    """The steps in which the metric is inverted, where an inverse takes the processes different times.
-
-    An inverse takes the first process as long as the passes of four steps, and the second no time.
-    """
-    now = 0.0
-
-    class Uneven(ng.solve.Solver):
-        def init(
-            self, G: ng.operators.Operator, damping: Any = 0.0, warm: Mapping[str, Tensor] | None = None
-        ) -> ng.operators.Inverse:
-            nonlocal now
-            now += 4.0 * (1 - rank)
-            return ng.Factored().init(G, damping, warm)
-
-    structure = ng.Refresh(ng.Kronecker(), **(FRESH | {"budget": 0.5}))
-    case = Case(_natural(structure=structure, solver=Uneven()))
-    model, steps = DistributedDataParallel(build(case)), set()
-    opt = case.make(model)
-    with mock.patch.object(time, "perf_counter", side_effect=lambda: now):
-        for step in range(40):
-            now += 1.0
-            train(case, model, opt, range(step, step + 1), rank)
-            steps.add(opt.preconditioner.inverted)
-    return sorted(steps)
 
 
 ERRORS = {

@@ -124,10 +124,9 @@ def test_a_schedule_moves_the_learning_rate_of_all_parameters(name: str) -> None
     assert torch.equal(_train(model, opt, range(4, 5)), before)
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "natural_fresh"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_tensors_are_made_where_the_model_is_whatever_the_default_device(name: str) -> None:
-    make = PRESETS.get(name) or partial(ng.Natural, inverse_every="fresh")
-    model, other = _net(), _net()
+    make, model, other = PRESETS[name], _net(), _net()
     expected = _train(model, make(model, lr=0.01), range(6))
     batches = [_batch(step) for step in range(6)]
     with torch.device("meta"):

@@ -31,8 +31,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense_pinv_rarely": {"structure": ng.Refresh(ng.Dense(), every=2, decay=0.9, inverse=3), "solver": ng.Pinv()},
     "block_dense_rarely": {"structure": ng.Refresh(ng.BlockDense(), every=2, decay=0.9, inverse=3)},
     "low_rank_rarely": {"structure": ng.Refresh(ng.LowRank(4), every=2, decay=0.9, inverse=3)},
-    "dense_fresh": {"structure": ng.Refresh(ng.Dense(), decay=0.9, inverse="fresh", early=False, budget=None)},
-    "low_rank_fresh": {"structure": ng.Refresh(ng.LowRank(4), inverse="fresh", drift=0.5, budget=None)},
     "dense_pinv": {"structure": ng.Refresh(ng.Dense(), every=3), "solver": ng.Pinv()},
     "dense_cg": {"structure": ng.Refresh(ng.Dense(), every=3, decay=0.9), "solver": LOOSE},
     "block_dense": {"structure": ng.Refresh(ng.BlockDense(), every=3, decay=0.9), "momentum": 0.9},

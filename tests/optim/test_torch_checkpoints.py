@@ -71,7 +71,6 @@ WAYS: dict[str, tuple[Save, Save]] = {
 }
 KNOWN = {name: make for name, make in MAKES.items() if name not in ("low_rank", "kernel", "implicit")} | {
     "adapted": lambda m: ng.KFAC(m, EXACT, step=ng.LevenbergMarquardt(), damping=1, momentum=0.0),
-    "fresh": lambda m: ng.Natural(m, lr=0.01, inverse_every="fresh"),
     "cg": lambda m: ng.NaturalGradient(m, EXACT, structure=ng.Refresh(ng.Dense(), every=2), solver=ng.CG()),
     "sampled": lambda m: ng.EKFAC(m, ng.Fisher(ng.Categorical(), samples=1), metric_every=2, inverse_every=3),
 }
