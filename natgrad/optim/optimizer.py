@@ -794,8 +794,6 @@ def _cause_of_drift(metric: OutputMetric, schedule: Refresh, step: StepRule) -> 
         return "a metric of its own batch"
     if step.needs_closure:
         return "the loss of its own batch"
-    if schedule.fresh and schedule.budget is not None:
-        return 'an inverse made when its own clock has time (inverse="fresh", unless budget=None)'
     return None
 
 

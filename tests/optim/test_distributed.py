@@ -160,7 +160,6 @@ DRIFTING: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], str]] = {
         ),
         "the loss of its own batch",
     ),
-    "clock": (lambda m: ng.Shampoo(m, inverse_every="fresh"), "an inverse made when its own clock has time"),
 }
 
 
