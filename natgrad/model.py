@@ -132,7 +132,8 @@ class Model:
     dict. With ``examples="inputs"`` the outputs are flattened over positions, [n·t *out], for the n examples that the
     first input has on its first axis: y is [n t *out]. With ``heads``, keys of a dict or places in a tuple, the outputs
     are several tensors [n *out]: y [n d] holds them side by side. A model that returns an object with ``logits``
-    (``transformers``) has these as its output.
+    (``transformers``) has these as its output. ``constant_statistics``: to a metric, batch statistics in functions are
+    constants, as are those in modules.
     """
 
     function: Callable[..., Any]
@@ -140,6 +141,7 @@ class Model:
     output: Callable[[Any], Any] | None = None
     examples: Literal["inputs"] | None = None
     heads: tuple[Any, ...] | None = None
+    constant_statistics: bool = False
 
     @staticmethod
     def of(

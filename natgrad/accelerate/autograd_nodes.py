@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,6 +113,33 @@ def _is_asked_for(leaf: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # ``torch.autograd.grad`` is asked for this leaf, and will not accumulate its gradient
         return True
+
+
+def divert(node: Any, instead: Callable[..., tuple[Tensor | None, ...] | None]) -> None:
+    """The backward pass of this node, of a Python function, is ``instead``, and where that returns None its own.
+
+    A hook could not keep it from running: it is given zeros where nothing comes to it.
+
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return 2 * x
+    ...     @staticmethod
+    ...     def backward(ctx, g):
+    ...         return 2 * g
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> y = Double.apply(x)
+    >>> divert(y.grad_fn, lambda node, g: (5 * g,))
+    >>> torch.autograd.grad(y, x)
+    (tensor([5.]),)
+    """
+    function = node._forward_cls
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        result = instead(ctx, *grads)
+        return function.backward(ctx, *grads) if result is None else result
+
+    node._forward_cls = SimpleNamespace(backward=backward, vjp=function.vjp)
 
 
 def frees(node: Any) -> bool:

@@ -192,6 +192,7 @@ class NaturalGradient(torch.optim.Optimizer):
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         world = world_of(wrapping, _cause_of_drift(metric, schedule, step))
         generator = generator or _generator(device, world.rank)
+        wrapped = replace(wrapped, constant_statistics=schedule.structure.one_pass)
         blocks = layers_of(wrapped, rules)
         if of_gradients:
             if rules:

@@ -3,25 +3,38 @@
 In training mode a batch normalisation ties the outputs of one example to all others, and there is no per-example
 Jacobian. The metric treats the mean μ and the variance σ² of the batch as constants, so that every example passes
 through its own affine map z = γ (x − μ)/√(σ² + ε) + β; the user's backward pass is not changed.
+
+Where all modules of a model that normalise are torch's own, their outputs are z, and hooks on them do it. A module with
+a forward of its own, or a function, is recognised by the operation that it calls (``NormMode``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast, final
+from functools import partial
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.autograd_nodes import divert
 from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, plain
-from natgrad.rules.norm import batch_statistics
+from natgrad.rules.norm import STATISTICS, batch_statistics
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_UNKNOWN = (
+    "{}: in training mode the outputs of one example depend on the others, and natgrad cannot take these statistics "
+    "for constants, because it sees no call of torch.nn.functional.batch_norm. Call that in its forward, use "
+    "nn.BatchNorm1d, 2d or 3d, or take the metric in evaluation mode: with natgrad.evaluating(model): opt.refresh(x)"
+)
+Moments: TypeAlias = tuple[Tensor, Tensor]  # mean and variance [c]
+Normalised: TypeAlias = Callable[[nn.Module, Call, Tensor], None]  # told of a module, the call of its rule, and z
 
 
 @final
@@ -56,45 +69,51 @@ class Statistics:
         finally:
             self.frozen = self.affine = False
 
-    @staticmethod
-    def covers(module: nn.Module) -> bool:
-        """Whether the module normalises with the statistics of its batch, and is a type that we can take over."""
-        kind = type(module)
-        return kind in _KINDS and plain(module, kind, "weight", "bias") and _uses_batch(module) and not _syncs(module)
-
     def watch(self, norms: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Hooks on those batch normalisations, by name, that use batch statistics now; unknown kinds are refused."""
-        norms_in_use = [(name, m) for name, m in norms.items() if isinstance(m, _BatchNorm) and _uses_batch(m)]
-        unknown = [f"{name or 'the model'} ({type(m).__name__})" for name, m in norms_in_use if not self.covers(m)]
-        if unknown:
-            raise BatchStatisticsError(
-                f"{', '.join(unknown)}: in training mode the outputs of one example depend on the others, over several "
-                "processes or in a forward of its own, and natgrad cannot take these statistics for constants. Use "
-                "nn.BatchNorm1d, 2d or 3d, or take the metric in evaluation mode: with natgrad.evaluating(model): "
-                "opt.refresh(x)"
-            )
-        return [m.register_forward_hook(self._fork, prepend=True, with_kwargs=True) for _, m in norms_in_use]
+        """Hooks on those of these ``shows_output`` modules that use batch statistics now."""
+        in_use = [m for m in norms.values() if uses_batch(m)]
+        return [m.register_forward_hook(self._fork_output, prepend=True, with_kwargs=True) for m in in_use]
 
-    def _fork(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        x = Call(args, kwargs).x
-        if not output.requires_grad:
-            return None
-        layer, wide = cast(_BatchNorm, module), single(x.detach())
-        _, variance = mean_and_variance(wide, [axis for axis in range(x.ndim) if axis != 1])
-        scale = (variance + layer.eps).rsqrt()
-        if layer.weight is not None:
-            scale = scale * layer.weight.detach()
-        assert output.grad_fn is not None
-        output.grad_fn.register_hook(self._without_x)
-        forked = Fork.apply(output, x, scale.view(-1, *[1] * (x.ndim - 2)), self)  # type: ignore[no-untyped-call]
+    def _fork_output(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor
+    ) -> Tensor | None:
+        layer = cast(_BatchNorm, module)
+        return self.fork(z, Call(args, kwargs).x, layer.weight, layer.eps) if z.requires_grad else None
+
+    def fork(self, z: Tensor, x: Tensor, weight: Tensor | None, eps: float, moments: Moments | None = None) -> Tensor:
+        """z, the batch normalisation of x [n c *spatial], with both backward passes; ``moments``: not those of x."""
+        _, variance = moments or mean_and_variance(single(x.detach()), [axis for axis in range(x.ndim) if axis != 1])
+        scale = (variance + eps).rsqrt()
+        if weight is not None:
+            scale = scale * weight.detach()
+        assert z.grad_fn is not None
+        z.grad_fn.register_hook(self._without_x)
+        forked = Fork.apply(z, x, scale.view(-1, *[1] * (x.ndim - 2)), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, forked)
+
+    def synchronised(self, x: Tensor, mean: Tensor, invstd: Tensor, node: Any, g: Tensor) -> Any:
+        """Of the backward pass of ``nn.SyncBatchNorm`` (x, scale, shift, …): only what is not in ``Fork``."""
+        if not self.frozen:
+            return None
+        scale = shift = None
+        if self.affine:
+            shape, axes = (-1, *[1] * (x.ndim - 2)), [axis for axis in range(x.ndim) if axis != 1]
+            scale = (g * (x - mean.view(shape)) * invstd.view(shape)).sum(axes)
+            shift = g.sum(axes)
+        wanted = node.needs_input_grad
+        return None, scale if wanted[1] else None, shift if wanted[2] else None, *[None] * (len(wanted) - 3)
 
     def _without_x(self, into: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
         """Of the backward pass of the operation (x, scale, shift): x has its cotangent from ``Fork``."""
         return (None, *into[1:]) if self.frozen else None
 
 
-def _uses_batch(module: nn.Module) -> bool:
+def shows_output(module: nn.Module) -> bool:
+    """Whether a module returns the normalisation of its input by the statistics of its own batch, and nothing else."""
+    return any(plain(module, kind, "weight", "bias") for kind in _KINDS) and not _syncs(module)
+
+
+def uses_batch(module: nn.Module) -> bool:
     return batch_statistics(cast(_BatchNorm, module), module.training)
 
 
@@ -104,6 +123,141 @@ def _syncs(module: nn.Module) -> bool:
     if not isinstance(module, nn.SyncBatchNorm) or not distributed.is_available() or not distributed.is_initialized():
         return False
     return module.training and distributed.get_world_size(module.process_group) > 1
+
+
+@final
+class NormMode(TorchFunctionMode):
+    """While it is entered, every batch normalisation of data is forked, in whatever module or function it is.
+
+    ``called`` is told of those with the weight of the module that runs. ``is_data``: whether a tensor depends on the
+    inputs: weights are standardised by the same function. None where only those in the modules ``norms``, by name, are
+    to be forked.
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        norms: Mapping[str, nn.Module],
+        called: Normalised,
+        is_data: Callable[[Tensor], bool] | None,
+    ) -> None:
+        super().__init__()
+        self._statistics, self._called, self._is_data = statistics, called, is_data
+        self._running: list[list[Any]] = []  # modules that run, with their names, and whether one has normalised
+        self._pending: Callable[[], None] | None = None
+        self._shown: dict[Any, Callable[..., Tensor]] = {
+            nn.functional.batch_norm: self._function,
+            torch.batch_norm: self._operation,
+            torch.batch_norm_elemt: self._synchronised,
+        }
+        self._unknown: list[str] = []
+        self.handles: list[RemovableHandle] = []
+        for name, module in norms.items():
+            label = f"{name or 'the model'} ({type(module).__name__})"
+            self.handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
+            self.handles.append(module.register_forward_hook(partial(self._end, label), prepend=True))
+
+    def enter(self) -> None:
+        """As ``with`` does, for those who begin in one hook and end in another."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """As at the end of ``with``."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for handle in self.handles:
+            handle.remove()
+
+    def check(self) -> None:
+        """Refuse, by name, modules in training mode in which no batch normalisation was seen."""
+        if self._unknown:
+            raise BatchStatisticsError(_UNKNOWN.format(", ".join(self._unknown)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._settle()
+        out = func(*args, **(kwargs or {}))
+        if func in self._shown and type(out) is Tensor:
+            return self._shown[func](out, *args, **(kwargs or {}))
+        return out
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._running.append([module, False])
+
+    def _end(self, label: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._settle()
+        _, normalised = self._running.pop()
+        if not normalised and uses_batch(module) and isinstance(output, Tensor) and output.requires_grad:
+            self._unknown.append(label)
+
+    def _function(
+        self,
+        z: Tensor,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Of ``torch.nn.functional``."""
+        return self._operation(z, input, weight, bias, running_mean, running_var, training, momentum, eps, True)
+
+    def _operation(
+        self,
+        z: Tensor,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        """Of ``torch``."""
+        moments = None
+        if self._running:
+            self._running[-1][1] = True
+        if not z.requires_grad:
+            return z
+        if not training:
+            assert running_mean is not None
+            assert running_var is not None
+            moments = running_mean, running_var
+        elif self._running or (self._is_data is not None and len(input) > 1 and self._is_data(input)):
+            z = self._statistics.fork(z, input, weight, eps)
+        self._tell(z, input, weight, moments, training)
+        return z
+
+    def _synchronised(
+        self, z: Tensor, input: Tensor, weight: Tensor | None, bias: Any, mean: Tensor, invstd: Tensor, eps: float
+    ) -> Tensor:
+        """Inside of a function with its own backward pass: z has no graph before that has returned."""
+        moments = mean, invstd.square().reciprocal() - eps
+        if self._running:
+            self._running[-1][1] = True
+
+        def settle() -> None:
+            if z.grad_fn is not None:
+                # Its backward pass talks to the other processes, which need not be in theirs.
+                divert(z.grad_fn, partial(self._statistics.synchronised, input.detach(), mean, invstd))
+                self._tell(self._statistics.fork(z, input, weight, eps, moments), input, weight, moments, True)
+
+        self._pending = settle
+        return z
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def _tell(self, z: Tensor, x: Tensor, weight: Tensor | None, moments: Moments | None, training: bool) -> None:
+        module = self._running[-1][0] if self._running else None
+        if module is not None and weight is not None and weight is module.weight:
+            given = {} if moments is None else {STATISTICS: tuple(t.detach() for t in moments)}
+            self._called(module, Call((x.detach(),), given, training), z)
 
 
 @final

@@ -549,6 +549,10 @@ class OperationRecorder(OperationMode):
         self._settle()
         return [use for use in self._uses if use.edge is not None]
 
+    def is_data(self, t: Tensor) -> bool:
+        """Whether a tensor depends on the inputs."""
+        return self._data.get(storage(t), False)
+
     def see(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._settle()  # autograd is through with the operation before
         each = (t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,)))

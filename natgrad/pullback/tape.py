@@ -22,7 +22,7 @@ from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_
 from natgrad.accelerate.vjp import pulled
 from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, tensors_of
-from natgrad.pullback.batch_norm import Statistics
+from natgrad.pullback.batch_norm import NormMode, Statistics, shows_output, uses_batch
 from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operations import Operation, OperationRecorder
@@ -194,20 +194,24 @@ class Recorder:
         self._hooks = Hooks()
         self._once: dict[nn.Module, Ruled] = {}
         self._operations: OperationRecorder | None = None
+        self._norms: NormMode | None = None
         self._stopped = True
 
     def start(self, x: Inputs = None, *, operations: bool = False) -> None:
         """Start recording a pass on inputs x; ``operations``: also record its operations."""
         module = self._model.module
         self.uses, self.statistics, self.bytes, self._stopped = [], Statistics(), 0, False
-        if module is not None:
+        named, watch = self._model.batch_norms, self._watch
+        norms = set(named.values())
+        in_modules = not operations and all(map(shows_output, norms))
+        if in_modules:
             # Before the hooks of the layers, so that the edge of a normalisation is that of the output with constant
             # statistics.
-            self._handles += self.statistics.watch(self._model.batch_norms)
-        norms, watch = set(self._model.batch_norms.values()), self._watch
+            self._handles += self.statistics.watch(named)
         for layer in self._rules:
-            # First, because another forward hook may replace the output of the layer.
-            self._hooks.put(layer, watch, first=layer not in norms or not self.statistics.covers(layer))
+            if layer not in norms or in_modules:
+                # First, because another forward hook may replace the output of the layer.
+                self._hooks.put(layer, watch, first=layer not in norms or not uses_batch(layer))
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
@@ -215,8 +219,16 @@ class Recorder:
         if operations:
             self._operations = OperationRecorder(tensors_of(x))
             self._operations.enter()
+        self._norms = None
+        if not in_modules:
+            recorded = self._operations if self._model.constant_statistics else None
+            is_data = None if recorded is None else recorded.is_data
+            self._norms = NormMode(self.statistics, named, self._normalised, is_data)
+            self._norms.enter()
 
     def stop(self) -> None:
+        if self._norms is not None and not self._stopped:
+            self._norms.leave()
         if self._operations is not None and not self._stopped:
             self._operations.leave()
         self._stopped = True
@@ -227,10 +239,12 @@ class Recorder:
 
     def forget(self) -> None:
         """Drop what was recorded, which keeps the graph alive."""
-        self.uses, self._operations = [], None
+        self.uses, self._operations, self._norms = [], None, None
 
     def tape(self, y: Tensor, shapes: Shapes = ()) -> Tape:
         """The tape of the pass with outputs y, heads of these ``shapes``. The recorder drops its references."""
+        if self._norms is not None:
+            self._norms.check()
         uses, self.uses = self.uses, []
         operations, self._operations = self._operations, None
         recorded = None if operations is None else tuple(operations.uses())
@@ -262,6 +276,11 @@ class Recorder:
         half = any(t.dtype is torch.float16 for t in outputs)
         self.uses.append(Use(of, call, edges, tuple(t.shape for t in outputs), half, source))
         return output if module in self._replayed else None
+
+    def _normalised(self, module: nn.Module, call: Call, z: Tensor) -> None:
+        """A module has called the operation of its rule, and goes on with what that returned."""
+        if module in self._rules and not (self._of_user and in_library_pass()):
+            self.uses.append(Use(self._ruled(module), call, (edge_of(z),), (z.shape,), z.dtype is torch.float16))
 
     def _watch_jet(self, module: nn.Module, args: tuple[Any, ...], output: Jet) -> None:
         """A call with derivatives by the inputs (``natgrad.pde``): all channels are positions."""

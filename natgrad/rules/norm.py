@@ -19,13 +19,14 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from natgrad.accelerate.modules import parameters_in
 from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, Keys, Rule, plain
 from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, border_entries
 
 _NAMES = ("weight", "bias")
-_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+STATISTICS = "statistics"  # in a ``Call``: the mean and the variance that were used, where they are not those of x
 _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -220,13 +221,17 @@ class BatchNormRule(ChannelNormRule):
     """
 
     def covers(self, module: nn.Module) -> bool:
-        return any(plain(module, kind, *_NAMES) for kind in _BATCH) and cast(_BatchNorm, module).affine
+        # Also with a forward of its own: what counts is its call of ``torch.batch_norm``.
+        params = parameters_in(module)
+        return isinstance(module, _BatchNorm) and params.get("weight") is not None and params.keys() <= set(_NAMES)
 
     def paddable(self, module: nn.Module, keys: Keys) -> bool:
         return False  # its constants are not those of an example
 
     def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        layer = cast(_BatchNorm, module)
+        layer, given = cast(_BatchNorm, module), call.kwargs.get(STATISTICS)
+        if given is not None:
+            return given[0].to(mean.dtype), given[1].to(mean.dtype)
         if batch_statistics(layer, call.training):
             return pooled(mean, variance, 0)
         return _running(layer, mean.dtype)
