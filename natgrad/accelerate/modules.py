@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
@@ -128,6 +129,33 @@ def active_ddp() -> DistributedDataParallel | None:
 def in_join(ddp: DistributedDataParallel) -> bool:
     """Whether it runs inside of ``with model.join():``."""
     return ddp._join_config.enable
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Inside, the hooks of an active ``torch.autograd.graph.saved_tensors_hooks`` do not see what is saved.
+
+    In ``checkpoint(model, x)`` these hooks count what the forward pass saves, and the pass that computes it again must
+    save as much. What is saved for a metric in the middle of the forward pass is not saved again.
+
+    >>> import torch
+    >>> x, seen = torch.ones(1, requires_grad=True), []
+    >>> with torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append):
+    ...     with without_saved_tensor_hooks():
+    ...         y = x.sin()
+    >>> seen
+    []
+    """
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class _Uncheckpointed:

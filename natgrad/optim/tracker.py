@@ -25,7 +25,7 @@ from natgrad.accelerate.devices import (
     in_transform,
     set_rng_state,
 )
-from natgrad.accelerate.modules import compiling
+from natgrad.accelerate.modules import compiling, without_saved_tensor_hooks
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector
@@ -681,7 +681,7 @@ class MetricTracker:
         """Record an eager pass of our own before the user's compiled pass, which draws the same random numbers."""
         raw = None
         try:
-            with library_pass(), untouched(self.module), eager(self.module):
+            with library_pass(), without_saved_tensor_hooks(), untouched(self.module), eager(self.module):
                 raw = self.module(*args, **kwargs)
         finally:
             try:
@@ -698,7 +698,8 @@ class MetricTracker:
             return None
         of_user, recorder = self._handle is not None, self._stop()
         try:
-            return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
+            with without_saved_tensor_hooks():
+                return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
         except Exception as error:
             if self._raises_now:
                 raise

@@ -160,11 +160,38 @@ def test_attention_and_parameters_without_a_rule_in_a_checkpoint_make_the_same_s
     close(theta(parts), theta(plain))
 
 
-def _closure(opt: ng.NaturalGradient, model: nn.Module, x: Tensor) -> Tensor:
+def _closure(opt: ng.NaturalGradient, model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     opt.zero_grad()
     loss = model(x).square().mean()
     loss.backward()
     return loss
+
+
+class Encoder(nn.Module):
+    """A layer whose pass is run again for the metric (attention), and a matrix of which modules do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mix = nn.MultiheadAttention(4, 2, batch_first=True), nn.Parameter(torch.randn(4, 4))
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n t 3] to [n 2]."""
+        h = self.first(x)
+        h = torch.tanh(h + self.attention(h, h, h, need_weights=False)[0]) @ self.mix
+        return self.head(h.mean(1))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_model_that_is_called_in_a_checkpoint_makes_the_same_steps(name: str) -> None:
+    """What is saved for the metric, in the middle of the pass, is not computed again."""
+    plain, whole = (seeded(lambda: Encoder().double()) for _ in range(2))
+    x = seeded(lambda: torch.randn(5, 4, 3, dtype=torch.float64))
+    for model, call in ((plain, plain), (whole, partial(checkpoint, whole, use_reentrant=False))):
+        opt = STEPS[name](model)
+        for _ in range(3):
+            opt.step(partial(_closure, opt, call, x))
+    close(theta(whole), theta(plain))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
