@@ -227,6 +227,13 @@ class Gaussian(Family):
     scale: float | None = 1.0
 
     def __post_init__(self) -> None:
+        given: object = self.scale
+        if isinstance(given, Tensor) and (given.requires_grad or given.numel() != 1):
+            what = "that requires a gradient" if given.requires_grad else f"of shape {tuple(given.shape)}"
+            raise TypeError(
+                f"Gaussian(scale=…) is one number, and got a tensor {what}: to learn σ, let the outputs have it "
+                "(scale=None), or tune it by the evidence, with vi.Laplace(…).with_noise(σ) or .tuned(residuals)"
+            )
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"Gaussian(scale=…) must be positive, or None to learn it, got {self.scale}")
 

@@ -40,6 +40,10 @@ from natgrad.vi.likelihoods import Likelihood as Likelihood
 from natgrad.vi.likelihoods import PoissonCounts as PoissonCounts
 from natgrad.vi.likelihoods import Quadrature as Quadrature
 from natgrad.vi.likelihoods import StudentNoise as StudentNoise
+from natgrad.vi.links import Bridge as Bridge
+from natgrad.vi.links import Link as Link
+from natgrad.vi.links import MonteCarlo as MonteCarlo
+from natgrad.vi.links import Probit as Probit
 from natgrad.vi.network import Prior as Prior
 from natgrad.vi.network import Rates as Rates
 from natgrad.vi.network import VariationalNetwork as VariationalNetwork

@@ -15,10 +15,14 @@ from torch.utils.data import DataLoader
 
 from natgrad.accelerate.temporaries import at_once
 from natgrad.errors import BatchStatisticsError, IncompatibleError, NatgradError, SingularMetricError
+from natgrad.families.categorical import Categorical
+from natgrad.families.diagonal_gaussian import Gaussian
+from natgrad.families.discrete import Bernoulli
 from natgrad.geometry import Vector
-from natgrad.linalg import check_positive
+from natgrad.linalg import check_positive, is_number
 from natgrad.model import Inputs, Model, check_slots, map_tensors
-from natgrad.output.losses import Criterion, metric_of
+from natgrad.output.fisher import Fisher
+from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import check_independent, examples, separable
 from natgrad.pullback.pullback import Observer, Pullback, layers_of
@@ -26,6 +30,7 @@ from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense
+from natgrad.vi.links import Link, Probit
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -85,10 +90,10 @@ class Laplace:
     ``reduction="sum"``. With a loss for every head, the outputs [n d] are the heads side by side.
 
     δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
-    it; samples and predictions take its value. A metric with ``reduction="mean"`` counts the terms of an example as
-    one. ``Implicit`` needs one CG solve per sample, and has no determinant. ``EigenKronecker`` reads a loader with more
-    than one batch twice, first for the eigenvectors of all examples and then for the eigenvalues, at twice the cost.
-    The parameters of the model are copied, and never changed.
+    it; samples and predictions take its value. So may σ of a Gaussian likelihood, in ``with_noise``. A metric with
+    ``reduction="mean"`` counts the terms of an example as one. ``Implicit`` needs one CG solve per sample, and has no
+    determinant. ``EigenKronecker`` reads a loader with more than one batch twice, first for the eigenvectors of all
+    examples and then for the eigenvalues, at twice the cost. The parameters of the model are copied, and never changed.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -101,6 +106,7 @@ class Laplace:
     """
 
     _prior: float | Tensor
+    _noise: float | Tensor | None
     _inverse: Inverse | None
 
     def __init__(
@@ -124,21 +130,42 @@ class Laplace:
         self.solver: Solver = _solver(self.operator)
         self._square = self._flat_mode.double().square().sum()  # ‖θ*‖²
         self._spectrum = SharedSpectrum(self.operator)
-        self._assume(prior_precision)
+        self._metric, self._scale = metric, _scale_of(metric)  # σ₀ that G was estimated with
+        self._assume(prior_precision, self._scale)
 
     def with_prior(self, prior_precision: float | Tensor) -> Laplace:
         """The same with another δ: G is not estimated again, and Kronecker factors are diagonalised once for all."""
         check_precision(prior_precision, learnable=True)
-        other = copy(self)
-        other._assume(prior_precision)
-        return other
+        return self._with(prior_precision, self._noise)
+
+    def with_noise(self, scale: float | Tensor) -> Laplace:
+        """The same for a Gaussian likelihood N(y, σ²) with another ``scale`` σ: G is not estimated again.
+
+        For ``Fisher(Gaussian(scale=…))``, ``Euclidean()`` (σ = 1) and ``nn.MSELoss()`` (σ² = ½): N·G is in proportion
+        to 1/σ². σ may be a tensor with one number; where it requires a gradient, ``log_marginal_likelihood`` is
+        differentiable in it.
+
+        >>> import torch, natgrad as ng
+        >>> model, x, t = torch.nn.Linear(1, 1), torch.randn(50, 1), torch.randn(50, 1)
+        >>> posterior, residuals = ng.vi.Laplace(model, x, ng.Euclidean()), (t - model(x)).detach()
+        >>> σ = torch.tensor(0.5, requires_grad=True)
+        >>> ll = torch.distributions.Normal(0.0, σ).log_prob(residuals).sum()
+        >>> posterior.with_noise(σ).log_marginal_likelihood(ll).backward()
+        >>> bool(σ.grad > 0)  # the residuals are larger than ½
+        True
+        """
+        _ = self._own_scale
+        what = "with_noise(scale)"
+        check_one_number(scale, what, "σ of the noise of every output")
+        check_positive(scale.detach() if isinstance(scale, Tensor) else scale, what, ": it is σ of the noise")
+        return self._with(self._prior, scale)
 
     def with_solver(self, solver: Solver) -> Laplace:
         """The same with another solver, as ``CG(tol=…, preconditioner=…)`` for ``Implicit``."""
         check_slots(solver=(solver, Solver))
         other = copy(self)
         other.solver = solver
-        other._assume(self._prior)
+        other._assume(self._prior, self._noise)
         return other
 
     @property
@@ -147,35 +174,74 @@ class Laplace:
         return float(self._prior.detach()) if isinstance(self._prior, Tensor) else float(self._prior)
 
     @property
+    def noise_scale(self) -> float | None:
+        """σ of a Gaussian likelihood; None of another one."""
+        return float(self._noise.detach()) if isinstance(self._noise, Tensor) else self._noise
+
+    @property
     def inverse(self) -> Inverse:
-        """(G + δ/N)⁻¹, made when it is first needed. N·G + δ = N (G + δ/N): the prior is a damping of G."""
+        """(G + δ/N)⁻¹, made when it is first needed. N·G + δ = N (G + δ/N): the prior is a damping of G.
+
+        With another σ than that of G, N is N·(σ₀/σ)².
+        """
         if self._inverse is None:
             G = self._spectrum.diagonalised if isinstance(self.solver, Cholesky) else self.operator
-            self._inverse = self.solver.init(G, self.prior_precision / self.examples)
+            self._inverse = self.solver.init(G, self.prior_precision / self._count)
         return self._inverse
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Parameters [s *shape] by name, drawn from the posterior; the global random stream is not touched."""
-        return draw(self.mode, self.operator, self.inverse, self.examples, count, generator)
+        return draw(self.mode, self.operator, self.inverse, self._count, count, generator)
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """T ξ [s p] for white noise ξ [s q], with T Tᵀ the covariance of the posterior."""
-        return self.inverse.coloured(ξ) / math.sqrt(self.examples)
+        return self.inverse.coloured(ξ) / math.sqrt(self._count)
 
     def covariance(self) -> Tensor:
         """(N·G + δ)⁻¹ [p q], for small models."""
         θ = self._flat_mode
         half = self.inverse.whitened(torch.eye(len(θ), dtype=θ.dtype, device=θ.device))
-        return half @ half.T / self.examples
+        return half @ half.T / self._count
 
     def predictive(self, x: Inputs) -> Predictive:
         """The outputs of the model linearised at θ*: N(y, J (N·G + δ)⁻¹ Jᵀ), without the noise of the targets."""
         means, covariances = [], []
         for pb in self._pullbacks(x):
             means.append(pb.y)
-            covariance = self.inverse.output_covariance(pb) * (pb.n / self.examples)
+            covariance = self.inverse.output_covariance(pb) * (pb.n / self._count)
             covariances.append(0.5 * (covariance + covariance.mT))  # torch.distributions refuses what rounding leaves
         return Predictive(torch.cat(means), torch.cat(covariances))
+
+    def probabilities(self, x: Inputs, link: Link | None = None) -> Tensor:
+        """Probabilities of the classes [n *out], for a classifier: the mean over ``predictive(x)`` of the softmax.
+
+        Of the sigmoid for ``Fisher(Bernoulli())`` and ``nn.BCEWithLogitsLoss()``, number by number. ``link``: how that
+        mean is taken, ``Probit()`` by default, ``Bridge()`` or ``MonteCarlo(samples)``. For the mean over the network
+        itself, not linearised: ``outputs(x, samples).softmax(-1).mean(0)``.
+
+        >>> import torch, natgrad as ng
+        >>> model, x = torch.nn.Linear(2, 3), torch.randn(20, 2)
+        >>> posterior = ng.vi.Laplace(model, x, torch.nn.CrossEntropyLoss())
+        >>> p = posterior.probabilities(100 * x)  # far from the data
+        >>> bool(p.amax(1).mean() < model(100 * x).softmax(1).amax(1).mean())
+        True
+        """
+        link = link or Probit()
+        check_slots(link=(link, Link))
+        family, q = _classes(self._metric), self.predictive(x)
+        if isinstance(family, Bernoulli):
+            return link.sigmoid(q.mean, q.variance)
+        if q.mean.ndim > 2 and family.axis is None:
+            raise ValueError(
+                f"{self._metric!r} does not say which axis of outputs of shape {tuple(q.mean.shape)} has the classes: "
+                "give metric_of(loss, axis=1)"
+            )
+        mean = family.last(q.mean)
+        at = family.last(torch.arange(q.mean[0].numel(), device=mean.device).view(1, *q.mean.shape[1:]))
+        at = at.reshape(-1, mean.shape[-1])  # [terms c], in the outputs of an example
+        covariance = q.covariance[:, at[:, :, None], at[:, None, :]]
+        p = link.softmax(mean.reshape(len(mean), *at.shape), covariance).reshape(mean.shape)
+        return p if family.axis is None else p.movedim(-1, family.axis)
 
     def outputs(self, x: Inputs, samples: int, generator: torch.Generator | None = None) -> Tensor:
         """y [s n *out] of the model itself, not linearised, at parameters drawn from the posterior."""
@@ -185,42 +251,102 @@ class Laplace:
         """log p(data) ≈ log p(data | θ*) − ½δ‖θ*‖² + ½P log δ − ½ log det(N·G + δ) (MacKay 1992, (2.4), (2.5)).
 
         ``log_likelihood``: Σ_n log p(t_n | θ*), the sum over the N examples, with all constants. The result is
-        differentiable in δ where that requires a gradient.
+        differentiable in δ where that requires a gradient, and in σ (``with_noise``): then the log-likelihood must be
+        computed from the same σ, and from residuals that are detached.
         """
         ll = torch.as_tensor(log_likelihood, device=self._square.device)
         if ll.ndim > 0:
             raise ValueError(
                 f"log_likelihood must be one number, the sum over all examples, got shape {tuple(ll.shape)}: sum it"
             )
-        return ll.detach() + self._occam(self._prior)
-
-    def tuned(self) -> Laplace:
-        """The same with the δ that maximises the marginal likelihood at this θ*.
-
-        θ* was trained with another prior: to be exact, train again with the new one and repeat.
-        """
-        trace = self.examples * float(self.operator.trace())
-        δ = most_evident(lambda δ: float(self._occam(δ)), float(self._square), trace, self.operator.layout.size)
-        return self.with_prior(δ)
-
-    def _occam(self, prior: float | Tensor) -> Tensor:
-        """The evidence without the likelihood. log det(N·G + δ) = P log N + log det(G + δ/N)."""
-        P, N, square = self.operator.layout.size, self.examples, self._square
-        learned = isinstance(prior, Tensor) and prior.requires_grad
-        values = self._spectrum.eigenvalues
-        if learned and values is None:
-            self.operator.refuse(
-                "a prior precision that requires a gradient", "its eigenvalues are not at hand; use another structure"
+        occam, learned = self._occam(self._prior, self._noise), _requires_grad(self._noise)
+        if learned and not ll.requires_grad:
+            raise ValueError(
+                "the scale of with_noise(σ) requires a gradient, and log_likelihood has none: compute it from this σ, "
+                "or detach σ"
             )
+        return (ll if learned else ll.detach()) + occam.to(self.operator.layout.dtype)
+
+    def tuned(self, residuals: Tensor | None = None) -> Laplace:
+        """The same with the δ that maximises the marginal likelihood at this θ*; with ``residuals``, also with its σ.
+
+        ``residuals``: t − y at θ* [n *out], of all N examples of a Gaussian likelihood. Either maximum is the only one
+        (``most_evident``). θ* was trained with another prior: to be exact, train again with the new one and repeat.
+
+        >>> import torch, natgrad as ng
+        >>> x, model = torch.linspace(-1, 1, 500)[:, None], torch.nn.Linear(1, 1)
+        >>> residuals = 0.1 * torch.randn(500, 1)
+        >>> tuned = ng.vi.Laplace(model, x, ng.Euclidean()).tuned(residuals)
+        >>> round(tuned.noise_scale, 1)
+        0.1
+        """
+        square, size = float(self._square), self.operator.layout.size
+        trace = self.examples * float(self.operator.trace())
+        if residuals is None:
+            shrunk = self._count / self.examples
+            δ = most_evident(lambda δ: float(self._occam(δ, self._noise)), square, shrunk * trace, size)
+            return self.with_prior(δ)
+        σ0 = self._own_scale
+        if residuals.ndim == 0 or len(residuals) != self.examples:
+            raise ValueError(
+                f"residuals must be t − y of all {self.examples} examples, [n *out], got shape {tuple(residuals.shape)}"
+            )
+        error, terms = float(residuals.detach().double().square().sum()) / σ0**2, residuals.numel()
+
+        def evidence(ρ: float) -> float:  # of δ = κρ and σ² = σ₀²/κ, at the best κ
+            return float(self._occam(ρ, σ0)) + 0.5 * (ρ * square - terms * math.log(ρ * square + error))
+
+        ρ = most_evident(evidence, square, trace, size, error=error, terms=terms)
+        κ = terms / (ρ * square + error)
+        return self.with_noise(σ0 / math.sqrt(κ)).with_prior(κ * ρ)
+
+    def _occam(self, prior: float | Tensor, noise: float | Tensor | None) -> Tensor:
+        """The evidence without the likelihood. log det(N·G + δ) = P log N + log det(G + δ/N)."""
+        P, square = self.operator.layout.size, self._square
+        N = self._examples_at(noise)
+        learned = [_requires_grad(prior), _requires_grad(noise)]
+        values = self._spectrum.eigenvalues
+        if any(learned) and values is None:
+            what = "prior precision" if learned[0] else "scale of the noise"
+            why = "its eigenvalues are not at hand; use another structure"
+            self.operator.refuse(f"a {what} that requires a gradient", why)
         δ = torch.as_tensor(prior, dtype=torch.float64, device=square.device).reshape(())
         if values is None:
-            logdet = P * math.log(N) + self._spectrum.diagonalised.logdet(float(δ.detach()) / N).double()
+            logdet = P * N.log() + self._spectrum.diagonalised.logdet(float(δ / N)).double()
         else:
             logdet = (N * values + δ).log().sum()
-        return (0.5 * (P * δ.log() - logdet - δ * square)).to(self.operator.layout.dtype)
+        return 0.5 * (P * δ.log() - logdet - δ * square)
 
-    def _assume(self, prior_precision: float | Tensor) -> None:
-        self._prior, self._inverse = prior_precision, None
+    def _examples_at(self, noise: float | Tensor | None) -> Tensor:
+        """N (σ₀/σ)² [], as N·G is in proportion to 1/σ²; N without a σ."""
+        like = self._square
+        N = torch.as_tensor(self.examples, dtype=like.dtype, device=like.device)
+        if noise is None or self._scale is None:
+            return N
+        return N * (self._scale / torch.as_tensor(noise, dtype=like.dtype, device=like.device).reshape(())) ** 2
+
+    @property
+    def _own_scale(self) -> float:
+        """σ₀."""
+        if self._scale is None:
+            raise IncompatibleError(
+                f"there is no σ to choose with {self._metric!r}: it is not of a Gaussian likelihood with one σ. Use "
+                "Fisher(Gaussian(scale=σ)), Euclidean() or nn.MSELoss()"
+            )
+        return self._scale
+
+    @property
+    def _count(self) -> float:
+        """That number."""
+        return float(self._examples_at(self.noise_scale))
+
+    def _with(self, prior_precision: float | Tensor, noise: float | Tensor | None) -> Laplace:
+        other = copy(self)
+        other._assume(prior_precision, noise)
+        return other
+
+    def _assume(self, prior_precision: float | Tensor, noise: float | Tensor | None) -> None:
+        self._prior, self._noise, self._inverse = prior_precision, noise, None
 
     def _pullbacks(self, x: Inputs) -> Iterator[Pullback]:
         """Of the identity of the outputs, whose rows are J/√n, at the mode, a chunk of examples at a time."""
@@ -255,7 +381,7 @@ class Laplace:
 
 
 def draw(
-    mean: Mapping[str, Tensor], G: Operator, inverse: Inverse, n: int, count: int, generator: torch.Generator | None
+    mean: Mapping[str, Tensor], G: Operator, inverse: Inverse, n: float, count: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """Parameters [s *shape] by name ~ N(mean, (n·(G + λ))⁻¹), for ``inverse`` of G + λ."""
     if count < 1:
@@ -344,7 +470,15 @@ def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator
             )
 
 
-def most_evident(evidence: Callable[[float], float], square: float, trace: float, size: int) -> float:
+def most_evident(
+    evidence: Callable[[float], float],
+    square: float,
+    trace: float,
+    size: int,
+    *,
+    error: float = math.inf,
+    terms: int = 0,
+) -> float:
     """argmax over δ of ½P log δ − ½ log det(Λ + δ) − ½δ‖θ‖², Λ = N·G (MacKay 1992, section 4).
 
     It is strictly concave in log δ, so that there is one maximum, at δ‖θ‖² = γ = Σ_p λ_p/(λ_p + δ), the number of
@@ -353,6 +487,14 @@ def most_evident(evidence: Callable[[float], float], square: float, trace: float
         (2/‖θ‖²) / (1 + √(1 + 4/(τ‖θ‖²)))   and   P/‖θ‖²,
 
     where a golden-section search finds it. ``square`` is ‖θ‖², ``trace`` is tr Λ, ``size`` is P.
+
+    With σ of a Gaussian likelihood, σ² = σ₀²/κ and δ = κρ, the evidence is
+
+        ½P log ρ − ½ log det(Λ + ρ) − ½κ(ρ‖θ‖² + E) + ½T log κ,
+
+    where E, ``error``, is the sum of the T = ``terms`` squared residuals over σ₀². It is strictly concave in log ρ and
+    log κ together. The best κ is T/(ρ‖θ‖² + E), with which γ(ρ) = Tρ‖θ‖²/(ρ‖θ‖² + E). The right side is at most
+    Tρ‖θ‖²/E, and at least ½T from ρ = E/‖θ‖² on; γ(ρ) ≤ tr Λ/ρ, and ≥ ½ up to ρ = τ.
 
     >>> δ = most_evident(lambda δ: 0.5 * math.log(δ / (δ + 2.0)) - 0.5 * δ, square=1.0, trace=2.0, size=1)
     >>> round(δ * (δ + 2.0), 6)  # γ = 2/(2 + δ) is δ
@@ -364,8 +506,14 @@ def most_evident(evidence: Callable[[float], float], square: float, trace: float
             f"{what}: the evidence has no maximum over the prior precision. Train the model first, or set "
             "prior_precision by hand"
         )
-    low = 2 / square / (1 + math.sqrt(1 + 4 * size / (trace * square)))
-    a, b = math.log(low), math.log(size / square)
+    if terms and not error > 0:
+        raise SingularMetricError("the residuals are zero: the evidence has no maximum over σ. Set it by hand")
+    if terms:
+        a = math.log(min(trace / size, error / (2 * terms * square)))
+        b = math.log(max(error / square, 2 * trace / terms))
+    else:
+        a = math.log(2 / square / (1 + math.sqrt(1 + 4 * size / (trace * square))))
+        b = math.log(size / square)
     c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
     at_c, at_d = evidence(math.exp(c)), evidence(math.exp(d))
     while b - a > 1e-9 * (1 + abs(a)):
@@ -382,16 +530,9 @@ def most_evident(evidence: Callable[[float], float], square: float, trace: float
 
 def check_precision(precision: float | Tensor, what: str = "prior_precision", *, learnable: bool = False) -> None:
     """Refuse what is not one positive number, or, where it is not ``learnable``, requires a gradient."""
-    if isinstance(precision, Tensor):
-        one = precision.numel() == 1 and precision.dtype != torch.bool and not precision.is_complex()
-        given = f"a tensor of shape {tuple(precision.shape)} and type {precision.dtype}"
-    else:
-        one, given = not isinstance(precision, bool), repr(precision)
-    if not one:
-        raise TypeError(
-            f"{what} must be one number, 1/variance of the prior of every parameter, got {given}: one for each "
-            "parameter or layer is not supported; scale the parameters instead"
-        )
+    meaning = "1/variance of the prior of every parameter"
+    other = ": one for each parameter or layer is not supported; scale the parameters instead"
+    check_one_number(precision, what, meaning, other)
     if isinstance(precision, Tensor) and precision.requires_grad and not learnable:
         raise TypeError(
             f"{what} requires a gradient, and only its value is used here: detach it, or learn it with "
@@ -399,6 +540,45 @@ def check_precision(precision: float | Tensor, what: str = "prior_precision", *,
         )
     advice = ": it is 1/variance of the prior of every parameter (N times the weight decay of a mean loss)"
     check_positive(precision.detach() if isinstance(precision, Tensor) else precision, what, advice)
+
+
+def check_one_number(value: float | Tensor, what: str, meaning: str, advice: str = "") -> None:
+    """Refuse what is not one number."""
+    if isinstance(value, Tensor):
+        one = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+        given = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    else:
+        one, given = is_number(value) and not isinstance(value, bool), repr(value)
+    if not one:
+        raise TypeError(f"{what} must be one number, {meaning}, got {given}{advice}")
+
+
+def _requires_grad(value: float | Tensor | None) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _scale_of(metric: OutputMetric) -> float | None:
+    """σ of the Gaussian likelihood of a metric that is 1/σ²; None of another."""
+    metric = metric.unsampled()
+    if isinstance(metric, ElementLoss) and isinstance(metric.loss, nn.MSELoss):
+        return metric.factor**-0.5
+    if isinstance(metric, (Euclidean, Fisher)) and metric.reduction != "sum":
+        return None
+    if isinstance(metric, Fisher) and isinstance(metric.family, Gaussian) and metric.family.scale is not None:
+        return float(metric.family.scale)
+    return 1.0 if isinstance(metric, Euclidean) else None
+
+
+def _classes(metric: OutputMetric) -> Categorical | Bernoulli:
+    """The family of the targets of a classifier."""
+    metric = metric.unsampled()
+    family = metric.family_of(None) if isinstance(metric, TermLoss) else getattr(metric, "family", None)
+    if isinstance(family, Bernoulli) or (isinstance(family, Categorical) and not family.minimal):
+        return family
+    raise IncompatibleError(
+        f"probabilities(x) does not work with {metric!r}: it is of no classes. Use Fisher(Categorical()), "
+        "Fisher(Bernoulli()), nn.CrossEntropyLoss() or nn.BCEWithLogitsLoss()"
+    )
 
 
 def _solver(G: Operator) -> Solver:

@@ -240,6 +240,179 @@ def test_laplace_is_exact_for_bayesian_linear_regression(structure: ng.structure
     )
 
 
+# σ of Gaussian noise.
+
+
+ONE = torch.ones((), requires_grad=True)
+
+NOISES: dict[str, tuple[Any, float]] = {
+    "family": (ng.Fisher(ng.Gaussian(scale=0.4)), 0.4),
+    "euclidean": (ng.Euclidean(), 1.0),
+    "loss": (nn.MSELoss(), 0.5**0.5),
+    "sampled": (ng.Sampled(ng.Fisher(ng.Gaussian(scale=0.4)), 5), 0.4),
+}
+
+
+def _noisy() -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, x and residuals."""
+    model, x = _problem()
+    return model, x, seeded(lambda: torch.randn(7, 2, dtype=DOUBLE), seed=4)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_another_noise_gives_what_a_new_approximation_gives(kept: str) -> None:
+    model, x, _ = _noisy()
+    structure = KEPT[kept][0]
+    new = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=0.2)), structure, δ)
+    for name in ("family",) if kept == "implicit" else ("family", "euclidean", "loss"):
+        metric, scale = NOISES[name]
+        posterior = ng.vi.Laplace(model, x, metric, structure, δ)
+        again = posterior.with_noise(0.2)
+        torch.testing.assert_close(again.covariance(), new.covariance(), rtol=0, atol=1e-9)
+        torch.testing.assert_close(again.predictive(x).covariance, new.predictive(x).covariance, rtol=0, atol=1e-9)
+        assert posterior.noise_scale == pytest.approx(scale)
+        assert again.noise_scale == 0.2
+        if kept != "implicit":
+            found, expected = (q.log_marginal_likelihood(-3.0) for q in (again, new))
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    drawn = [q.sample(3, torch.Generator().manual_seed(1)) for q in (again, new)]
+    torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NOISES)
+@pytest.mark.parametrize("kept", DECOMPOSED)
+def test_the_evidence_is_differentiable_in_the_noise_and_the_prior(kept: str, name: str) -> None:
+    """Against torch's derivative of the dense formula."""
+    model, x, r = _noisy()
+    metric, scale = NOISES[name]
+    posterior = ng.vi.Laplace(model, x, metric, KEPT[kept][0], δ, generator=torch.Generator().manual_seed(0))
+    H, θ = 7 * scale**2 * posterior.operator.dense(), oracle.flatten(model.parameters()).detach()
+
+    def dense(σ: Tensor, prior: Tensor) -> Tensor:
+        precision = H / σ**2 + prior * torch.eye(len(θ), dtype=DOUBLE)
+        ll = torch.distributions.Normal(0.0, σ).log_prob(r).sum()
+        return ll + 0.5 * (len(θ) * prior.log() - prior * θ @ θ - torch.logdet(precision))
+
+    σ, prior = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True), torch.tensor(2.0, dtype=DOUBLE, requires_grad=True)
+    ll = torch.distributions.Normal(0.0, σ).log_prob(r).sum()
+    found = posterior.with_noise(σ).with_prior(prior).log_marginal_likelihood(ll)
+    expected = dense(σ, prior)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    slopes = [torch.autograd.grad(value, (σ, prior), retain_graph=True) for value in (found, expected)]
+    torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-8, atol=1e-9)
+
+
+def test_the_slope_of_the_evidence_is_that_of_the_exact_marginal_likelihood() -> None:
+    """At the mode of a linear model: where θ* goes does not matter to first order."""
+    σ = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True)
+    prior = torch.tensor(δ, dtype=DOUBLE, requires_grad=True)
+    x, t, Φ = _regression()
+    model, _ = _at_the_mode(Φ, t, 0.3)
+    posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=1.0)), ng.Kronecker()).with_noise(σ)
+    ll = torch.distributions.Normal(model(x).detach(), σ).log_prob(t).sum()
+    evidence = posterior.with_prior(prior).log_marginal_likelihood(ll)
+    one = torch.eye(len(x), dtype=DOUBLE)
+    marginal = torch.distributions.MultivariateNormal(torch.zeros(len(x), dtype=DOUBLE), σ**2 * one + Φ @ Φ.T / prior)
+    exact = marginal.log_prob(t.T).sum()
+    torch.testing.assert_close(evidence, exact, rtol=1e-10, atol=0)
+    slopes = [torch.autograd.grad(value, (σ, prior)) for value in (evidence, exact)]
+    torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("shrink", [1.0, 1e-3], ids=["large residuals", "small residuals"])
+@pytest.mark.parametrize("kept", [kept for kept in KEPT if kept != "implicit"])
+def test_the_tuned_noise_and_prior_maximise_the_evidence_together(kept: str, shrink: float) -> None:
+    """Both slopes of the dense formula are zero, and it is lower on a circle around."""
+    model, x, r = _noisy()
+    r = shrink * r
+    posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=0.4)), KEPT[kept][0], δ)
+    tuned = posterior.tuned(r)
+    H, θ = 7 * 0.4**2 * posterior.operator.dense(), oracle.flatten(model.parameters()).detach()
+
+    def dense(logs: Tensor) -> Tensor:
+        σ, prior = logs.exp()
+        precision = H / σ**2 + prior * torch.eye(len(θ), dtype=DOUBLE)
+        ll = torch.distributions.Normal(0.0, σ).log_prob(r).sum()
+        return ll + 0.5 * (len(θ) * prior.log() - prior * θ @ θ - torch.logdet(precision))
+
+    assert tuned.noise_scale is not None
+    best = torch.tensor([tuned.noise_scale, tuned.prior_precision], dtype=DOUBLE).log()
+    slope = torch.func.grad(dense)(best)
+    assert float(slope.abs().max()) < 1e-4
+    for angle in torch.linspace(0, 2 * torch.pi, 9, dtype=DOUBLE):
+        assert float(dense(best + 0.1 * torch.stack([angle.cos(), angle.sin()]))) < float(dense(best))
+    # The prior alone, at this noise, has the same best value.
+    assert tuned.tuned().prior_precision == pytest.approx(tuned.prior_precision, rel=1e-4)
+
+
+def _no_gradient() -> None:
+    model, x, _ = _noisy()
+    posterior = ng.vi.Laplace(model, x, ng.Euclidean())
+    posterior.with_noise(torch.tensor(0.3, requires_grad=True)).log_marginal_likelihood(-3.0)
+
+
+def _with(metric: Any, use: Callable[[ng.vi.Laplace], Any], structure: Any = None) -> Callable[[], Any]:
+    return lambda: use(ng.vi.Laplace(*_problem(), metric, structure))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (_no_gradient, ValueError, "requires a gradient, and log_likelihood has none"),
+        (
+            _with(ng.Fisher(ng.Categorical()), lambda q: q.with_noise(0.1)),
+            ng.errors.IncompatibleError,
+            r"there is no σ to choose with Fisher\(.*Use Fisher\(Gaussian\(scale=σ\)\)",
+        ),
+        (
+            _with(nn.L1Loss(), lambda q: q.tuned(torch.ones(7, 2))),
+            ng.errors.IncompatibleError,
+            "there is no σ to choose with .*L1Loss",
+        ),
+        (_with(ng.Euclidean(), lambda q: q.with_noise(-1.0)), ValueError, r"with_noise\(scale\) must be positive"),
+        (
+            _with(ng.Euclidean(), lambda q: q.with_noise(torch.ones(2))),
+            TypeError,
+            r"must be one number, σ of the noise",
+        ),
+        (
+            _with(ng.Euclidean(), lambda q: q.tuned(torch.ones(3, 2))),
+            ValueError,
+            r"residuals must be t − y of all 7 examples, .*got shape \(3, 2\)",
+        ),
+        (
+            _with(ng.Euclidean(), lambda q: q.tuned(torch.zeros(7, 2))),
+            ng.errors.SingularMetricError,
+            "the residuals are zero: the evidence has no maximum over σ",
+        ),
+        (
+            _with(
+                ng.Euclidean(),
+                lambda q: q.with_noise(ONE).log_marginal_likelihood(ONE),
+                ng.LowRank(2),
+            ),
+            ng.errors.IncompatibleError,
+            "a scale of the noise that requires a gradient does not work with LowRankOperator",
+        ),
+        (
+            lambda: ng.Gaussian(scale=ONE),  # type: ignore[arg-type]
+            TypeError,
+            r"got a tensor that requires a gradient: .*with_noise\(σ\) or .tuned\(residuals\)",
+        ),
+        (
+            lambda: ng.Gaussian(scale=torch.ones(2)),  # type: ignore[arg-type]
+            TypeError,
+            r"is one number, and got a tensor of shape \(2,\)",
+        ),
+    ],
+)
+def test_a_noise_that_cannot_be_chosen_is_refused_with_the_reason(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
 SCALINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float, int], float]]] = {
     "sum": (lambda y, t: (y - t).square().sum() / (2 * 0.3**2), lambda c, N: c),
     "mean": (lambda y, t: (y - t).square().sum(1).mean() / (2 * 0.3**2), lambda c, N: N * c),
@@ -531,7 +704,6 @@ def _loader(*tensors: Tensor) -> DataLoader[Any]:
 
 
 ONES = torch.ones(2, 3, dtype=DOUBLE)
-ONE = torch.ones((), requires_grad=True)
 
 
 @pytest.mark.parametrize(
