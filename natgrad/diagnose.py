@@ -138,7 +138,7 @@ def diagnose(
 
     ``method="dense"`` computes all eigenvectors, of G or of the N·K rows of its root, whichever is smaller. It is the
     default up to 2,048 of them, within the memory bound of the pullback. For networks of real size ``"lanczos"`` needs
-    ``probes`` × ``steps`` products with G, and reports the rank with an error (``natgrad.spectral_density``).
+    (``probes`` + 1) × ``steps`` products with G, and reports the rank with an error (``natgrad.spectral_density``).
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 3).double()
@@ -205,7 +205,7 @@ def _by_lanczos(
     return Diagnosis(
         size=pb.model.size,
         rank=round((low + high) / 2),
-        spectrum=first.flip(0).to(pb.y.dtype),
+        spectrum=first.sort(descending=True).values.to(pb.y.dtype),
         null_share={},
         null_directions=(),
         nearby_rank=None,

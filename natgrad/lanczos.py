@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import MemoryBoundError, NonFiniteError
-from natgrad.linalg import eigvalsh, gauss_rule
+from natgrad.linalg import eigh, eigvalsh, gauss_rule
 from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
 from natgrad.pullback.pullback import MEMORY, Pullback
@@ -29,18 +29,21 @@ class SpectralDensity:
     """How many eigenvalues of an operator lie where, from the Gauss rules of random probes; ``print`` it for a plot.
 
     A probe sees the eigenvalues ``values`` [q k] with the counts ``counts`` [q k], whose sum is the dimension of the
-    space that was probed. Of the ``size`` eigenvalues of the operator, ``zeros`` are known to be zero without a probe:
-    G = RᵀR and RRᵀ have the same others. ``exhausted``: the process ended by itself, so that the values are
-    eigenvalues, up to rounding, and each that the operator has is among them, multiple ones once. Their counts are
-    random nevertheless: a probe sees how long it is in the space of an eigenvalue, and not the dimension of that.
+    space that was probed. The first ``exact`` of them are the same in all rows: eigenvalues whose eigenvectors are
+    known, with the count 1. The probes see what is orthogonal to these. Of the ``size`` eigenvalues of the operator,
+    ``zeros`` are known to be zero without a probe: G = RᵀR and RRᵀ have the same others. ``exhausted``: the process
+    ended by itself, so that the values are eigenvalues, up to rounding, and each that the operator has is among them.
+    The counts of what is not among the exact ones are random nevertheless: a probe sees how long it is in the space of
+    an eigenvalue, and not the dimension of that.
 
     Where as many products as the space has dimensions were allowed, there are no probes: the values are all
-    eigenvalues, in one row (q = 1), multiple ones several times. Every count is 1, and the standard errors are 0.
+    eigenvalues, in one row (q = 1), multiple ones several times. All are exact, and the standard errors are 0.
     """
 
     size: int
     values: Tensor
     counts: Tensor
+    exact: int
     zeros: int
     dtype: torch.dtype  # of the products
     exhausted: bool
@@ -48,12 +51,17 @@ class SpectralDensity:
     def trace_of(self, f: Callable[[Tensor], Tensor]) -> tuple[float, float]:
         """Σ f(λ) over all eigenvalues, and its standard error over the probes (Ubaru, Chen and Saad 2017).
 
-        The error is 0 where all eigenvalues are known.
+        The error is 0 where all eigenvalues are known, and elsewhere at least the rounding of the sum. It does not know
+        of an f that changes much between neighbouring values, such as a step in the bulk: there, more steps help.
         """
         at_zero = float(f(self.values.new_zeros(1))[0]) if self.zeros else 0.0
         # Probes that ended early are padded by values without a count, at which f need not be finite
         sums = torch.where(self.counts > 0, self.counts * f(self.values), 0.0).sum(1) + self.zeros * at_zero
-        return float(sums.mean()), float(sums.std() / math.sqrt(len(sums))) if len(sums) > 1 else 0.0
+        if len(sums) == 1:
+            return float(sums.mean()), 0.0
+        mean = float(sums.mean())
+        rounding = self.values.shape[1] * torch.finfo(self.dtype).eps * abs(mean)
+        return mean, max(float(sums.std() / math.sqrt(len(sums))), rounding)
 
     @cached_property
     def largest(self) -> float:
@@ -87,10 +95,10 @@ class SpectralDensity:
         cut may be on the other one (inequalities of Chebyshev, Markov and Stieltjes). An exhausted process has no such
         doubt.
         """
-        low = high = 0.0
-        for values, counts in zip(self.values, self.counts, strict=True):
+        low = high = float((self.values[0, : self.exact] > cut).sum()) * len(self.values)
+        for values, counts in zip(self.values[:, self.exact :], self.counts[:, self.exact :], strict=True):
             positive = counts > 0
-            values, counts = values[positive], counts[positive]
+            values, counts = values[positive], counts[positive]  # ascending
             first = int((values <= cut).sum())
             total = float(counts[first:].sum())
             low += total - (0.0 if self.exhausted else float(counts[first : first + 1].sum()))
@@ -140,13 +148,17 @@ def spectral_density(
 
     Stochastic Lanczos quadrature (Golub and Welsch 1969; Ubaru, Chen and Saad 2017; for networks Ghorbani, Krishnan and
     Xiao 2019): every one of ``probes`` random vectors of signs takes ``steps`` products, and all vectors of a process
-    are kept and made orthogonal again. The ends of the spectrum come out exactly, its bulk as a density. The standard
-    error falls as one over the root of the number of probes. In a space of at most ``steps`` dimensions the matrix is
-    formed, by one product for each, and its eigenvalues are exact.
+    are kept and made orthogonal again. A process before them finds the eigenvectors at the ends of the spectrum, to
+    which the probes are made orthogonal, as in Hutch++ (Meyer et al. 2021): the few large eigenvalues, which hold most
+    of the trace of a network and would be counted as anything between zero and several by a probe, are counted once
+    each. The bulk comes out as a density, with a standard error that falls as one over the root of the number of
+    probes. In a space of at most ``steps`` dimensions the matrix is formed, by one product for each, and its
+    eigenvalues are exact.
 
     ``G``: an operator (``ng.hessian(…)``, or of any structure), or a pullback, of which no more than products are
     needed. Where the metric has a root with fewer rows N·K than there are parameters, the process runs on RRᵀ.
-    ``memory``: bytes that the vectors may occupy; by default the bound of the pullback.
+    ``memory``: bytes that the vectors may occupy; by default the bound of the pullback. Eigenvectors take what the
+    vectors of a process leave, the largest eigenvalues first.
 
     >>> import natgrad as ng
     >>> x = torch.eye(2, dtype=torch.float64).repeat(3, 1)
@@ -173,20 +185,26 @@ def spectral_density(
     product = G.product if columns is None else lambda t: G.push_root(G.pull_root(t))
     device, rules, exhausted = G.device, [], True
     if steps == dimension:  # fewer products than those of two probes, which would not see multiplicities
-        values = _eigenvalues(product, dimension, dtype, device)
-        rules.append((values, torch.ones_like(values)))
+        exact = _eigenvalues(product, dimension, dtype, device)
+        rules.append((exact, torch.ones_like(exact)))
     else:
         generator = generator or fresh_generator(device)
+        most = memory // (dimension * dtype.itemsize) - steps
+        exact, V, size = _ends(product, _signs(dimension, dtype, device, generator), steps, most)
         for _ in range(probes):
-            signs = torch.randint(2, (dimension,), generator=generator, device=device)
-            diagonal, beside, ended = lanczos(product, (2 * signs - 1).to(dtype), steps)
+            start = _outside(_signs(dimension, dtype, device, generator), V)
+            while not float(start.abs().max()) > torch.finfo(dtype).eps ** 0.5:  # one of few dimensions may lie in V
+                start = _outside(_signs(dimension, dtype, device, generator), V)
+            diagonal, beside, ended = lanczos(lambda v: _outside(product(v), V), start, steps, size)
             values, weights = gauss_rule(diagonal.double().cpu(), beside[:-1].double().cpu())
-            rules.append((values, dimension * weights))
+            counts = (dimension - len(exact)) * weights
+            rules.append((torch.cat([exact, values]), torch.cat([torch.ones_like(exact), counts])))
             exhausted &= ended
     return SpectralDensity(
         size=G.layout.size,
         values=torch.nn.utils.rnn.pad_sequence([values for values, _ in rules], batch_first=True),
         counts=torch.nn.utils.rnn.pad_sequence([counts for _, counts in rules], batch_first=True),
+        exact=len(exact),
         zeros=G.layout.size - dimension,
         dtype=dtype,
         exhausted=exhausted,
@@ -204,21 +222,53 @@ def _eigenvalues(
     return eigvalsh(0.5 * (matrix + matrix.T), "the operator")
 
 
-def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[Tensor, Tensor, bool]:
+def _signs(dimension: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+    return (2 * torch.randint(2, (dimension,), generator=generator, device=device) - 1).to(dtype)
+
+
+def _outside(v: Tensor, V: Tensor) -> Tensor:
+    """The part of v [d] that is orthogonal to the orthonormal rows of V [k d]; twice, against rounding."""
+    for _ in range(2 if len(V) else 0):
+        v = v - V.T @ (V @ v)
+    return v
+
+
+def _ends(product: Callable[[Tensor], Tensor], start: Tensor, steps: int, most: int) -> tuple[Tensor, Tensor, float]:
+    """Eigenvalues [k] and orthonormal eigenvectors [k d] to which a process has converged, and ‖A‖, about.
+
+    The residual ‖Ay − θy‖ of a Ritz vector is β_k times the last entry of its coordinates (Golub and Van Loan 2013,
+    section 10.1.4). It is at most √ε·|θ| for the machine epsilon ε, so that the relative error of θ is nearer to ε.
+    """
+    basis = start.new_empty(steps, len(start))
+    diagonal, beside, _ = lanczos(product, start, steps, basis=basis)
+    k = len(diagonal)
+    α, β = diagonal.double().cpu(), beside.double().cpu()
+    values, vectors = eigh(torch.diag(α) + torch.diag(β[:-1], 1) + torch.diag(β[:-1], -1), "the Jacobi matrix")
+    converged = (β[-1] * vectors[-1]).abs() <= torch.finfo(start.dtype).eps ** 0.5 * values.abs()
+    largest = torch.where(converged, values.abs(), -1.0).argsort(descending=True)
+    chosen = largest[: max(0, min(most, int(converged.sum())))].sort().values
+    V = vectors[:, chosen].T.to(start) @ basis[:k]
+    return values[chosen], V, float(values.abs().max())
+
+
+def lanczos(
+    product: Callable[[Tensor], Tensor], start: Tensor, steps: int, size: float = 0.0, basis: Tensor | None = None
+) -> tuple[Tensor, Tensor, bool]:
     """The Jacobi matrix of a symmetric operator and a vector: its diagonal α [k], and β [k], k − 1 of them beside it.
 
     With the orthonormal vectors q of the process, A q_k = β_k q_k+1 + α_k q_k + β_k−1 q_k−1 (Lanczos 1950). Every new
     vector is made orthogonal to all earlier ones twice: without that, rounding finds eigenvalues again and again. The
     last value says whether the process ended before, or with, its last step: the vectors span an invariant space, and
-    the last β is zero up to rounding.
+    the last β is zero up to rounding. ``size``: of the numbers whose rounding counts, if it is more than ‖A‖. ``basis``
+    [steps d] is where the vectors are written.
 
     >>> α, (*β, _), ended = lanczos(lambda v: torch.tensor([1.0, 2.0, 2.0]) * v, torch.ones(3), 3)
     >>> β = torch.tensor(β)
     >>> torch.linalg.eigvalsh(torch.diag(α) + torch.diag(β, 1) + torch.diag(β, -1)).round(decimals=5), ended
     (tensor([1., 2.]), True)
     """
-    Q = start.new_empty(steps, start.numel())
-    q, size = start / torch.linalg.vector_norm(start), 0.0
+    Q = start.new_empty(steps, start.numel()) if basis is None else basis
+    q = start / torch.linalg.vector_norm(start)
     α: list[float] = []
     β: list[float] = []
     rounding = 8 * math.sqrt(start.numel()) * torch.finfo(start.dtype).eps

@@ -85,6 +85,46 @@ def test_traces_are_within_their_errors(f: Callable[[Tensor], Tensor]) -> None:
     assert errors[1] < 0.8 * errors[0]
 
 
+@pytest.mark.parametrize("f", [lambda λ: λ, torch.square, lambda λ: (1 + λ).log(), lambda λ: λ / (λ + 0.1)])
+def test_large_eigenvalues_are_counted_once_and_not_by_chance(f: Callable[[Tensor], Tensor]) -> None:
+    """Of six that hold most of the trace, as in networks, a probe of signs sees anything between none and several."""
+    large = torch.tensor([-900.0, 40.0, 100.0, 300.0, 350.0, 2000.0], dtype=torch.float64)
+    values = torch.cat([large, torch.linspace(0.0, 1.0, 300, dtype=torch.float64)])
+    g = lambda λ: f(λ.abs())  # noqa: E731
+    exact = float(g(values).sum())
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        density = ng.spectral_density(symmetric(values, seed), steps=60, generator=generator)
+        known = density.values[:, : density.exact]
+        assert torch.equal(density.counts[:, : density.exact], torch.ones_like(known))
+        assert float((known[:1].T - large).abs().amin(0).max()) < 1e-9
+        close(density.counts.sum(1), torch.full((4,), 306.0, dtype=torch.float64))
+        found, error = density.trace_of(g)
+        rest = values[6:]
+        assert abs(found - exact) < 4 * error + 1e-9 * exact
+        assert error < 0.2 * float(g(rest).sum())  # of what the probes see, whatever the large ones are
+    assert abs(found - exact) < 0.1 * exact
+
+
+def test_a_metric_of_low_rank_has_an_exact_trace() -> None:
+    """The process finds all its eigenvectors: nothing is left to chance, in more dimensions than steps."""
+    values = torch.cat([torch.logspace(-3, 2, 12), torch.zeros(90)]).double()
+    density = ng.spectral_density(symmetric(values), steps=30, generator=torch.Generator().manual_seed(1))
+    trace, error = density.trace_of(lambda λ: λ)
+    assert trace == pytest.approx(float(values.sum()), rel=1e-10)
+    assert error < 1e-10 * trace
+    assert density.count_above(density.rounding)[0] == pytest.approx(12)
+
+
+def test_eigenvectors_take_the_memory_that_is_left() -> None:
+    G = symmetric(torch.cat([torch.logspace(0, 4, 8), torch.zeros(92)]).double())
+    vectors = 100 * 8  # bytes of one
+    for left in (0, 3):
+        density = ng.spectral_density(G, steps=30, memory=(30 + left) * vectors)
+        assert density.exact == left
+        close(density.values[0, :left].sort().values, torch.logspace(0, 4, 8).double()[8 - left :], 1e-6)
+
+
 def test_probes_that_end_early_do_not_add_values_at_zero() -> None:
     """Each eigenvector consists of signs, so that a probe may be one."""
     four = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]).double()

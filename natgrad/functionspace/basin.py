@@ -76,8 +76,8 @@ def basin_volume(
     few parameters. To second order a quantity without units knows nothing but the rank: in the metric G itself the
     basin of ½δᵀGδ is a ball of radius √2ε, of that dimension, at every minimum.
 
-    Estimated from ``probes`` × ``steps`` products with G (``natgrad.spectral_density``). Where the parameters, or the
-    rows N·K of a root of G, are at most ``steps``, all eigenvalues are computed, and nothing is estimated.
+    Estimated from (``probes`` + 1) × ``steps`` products with G (``natgrad.spectral_density``). Where the parameters, or
+    the rows N·K of a root of G, are at most ``steps``, all eigenvalues are computed, and nothing is estimated.
 
     >>> import natgrad as ng
     >>> x = torch.eye(2, dtype=torch.float64)
