@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TypeAlias, final
 
@@ -16,6 +16,7 @@ from natgrad.accelerate.inverses import relative_shifts
 from natgrad.errors import FactorisationError, NonFiniteError, SingularMetricError
 
 _HALVINGS = 60  # of a Newton step
+_CANCELLED = 64  # times the precision: how much is left where the terms of a gradient cancel
 
 
 @final
@@ -29,8 +30,11 @@ class Relative:
     leaves the direction of the step as it was. So does multiplying the outputs of a layer, or the inputs of one without
     a bias, where every layer has its own λ; one matrix over several layers has one λ for all of them.
 
-    What is zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero. So is that
-    of factors whose λ is below the smallest normal number, 10⁻³⁸ in single precision: gradients have vanished there.
+    What is zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero. Zero is
+    also what only rounding keeps from it (``is_rounding``): a parameter of ``Diagonal``, a block of ``BlockDense``, or
+    a group of a layer, such as the keys of an attention, whose mean second moment is at most (64 ε)² of the largest
+    (6·10⁻¹¹ in single precision, 2·10⁻²⁸ in double). So are factors whose λ is below the smallest normal number, 10⁻³⁸
+    in single precision: gradients have vanished there.
 
     >>> import natgrad as ng
     >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
@@ -39,6 +43,7 @@ class Relative:
     """
 
     epsilon: float
+    largest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # see ``beside``
 
     def __post_init__(self) -> None:
         if not is_number(self.epsilon) or not 0 < self.epsilon < math.inf:
@@ -46,11 +51,17 @@ class Relative:
                 f"Relative(epsilon) must be positive and finite, got {self.epsilon}: without damping, give damping=0"
             )
 
-    def added(self, values: Tensor) -> Tensor:
-        """Eigenvalues + ε·their mean; what is below zero is rounding."""
-        values = values.clamp(min=0)
-        λ = relative_shifts(self.epsilon, values.mean())
-        return torch.where(λ == 0, 0.0, values + λ)
+    def beside(self, sizes: Tensor) -> Relative:
+        """The same, for a part of a metric whose other parts have these root mean squares [u] (``is_rounding``)."""
+        out = Relative(self.epsilon)
+        if sizes.numel():
+            object.__setattr__(out, "largest", sizes.amax())  # it is frozen
+        return out
+
+    def shifts(self, means: Tensor) -> Tensor:
+        """λ [u] of the parts of a metric, from their mean second moments [u]; zero for those that are zero."""
+        sizes = means.clamp(min=0).sqrt()
+        return relative_shifts(self.epsilon, means).masked_fill(is_rounding(sizes, self.largest), 0.0)
 
     def __format__(self, spec: str) -> str:
         return f"Relative({self.epsilon:{spec}})"
@@ -127,6 +138,51 @@ def _named(what: str) -> Iterator[None]:
         ) from error
 
 
+def is_rounding(sizes: Tensor, beside: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Which gradients are zero up to rounding, from their root mean squares [u]: up to 64 ε of the largest of all.
+
+    The outputs need not depend on a parameter that they are computed with: the bias of the keys of an attention, a bias
+    before an instance normalisation, the keys themselves if their cotangents are summed over the positions. The terms
+    of its gradient, of size t, cancel, but for ε·t or so. Its second moment, which is zero, is stored as (ε·t)², and
+    a divisor that is relative to that makes noise of any length. This is the one rule of what is zero: where the
+    damping is relative it does not move, an undamped metric with it is singular, and a step rule that gives every
+    parameter a length of its own (``Normalised``, ``Polar``) gives it none.
+
+    It is a rule for squares, which are as exact as what is squared; over the largest in the metric we have measured
+    roots of 0.001 ε (attention) to 60 ε (16 000 positions before a normalisation). An eigenvalue of a matrix is not a
+    square: it is wrong by ε·λ_max and more, and has that cut (``refuse_singular``, ``without_rounding``). As a cut for
+    squares, p·ε would take for zero what is merely small: with 10⁶ parameters in single precision, every gradient below
+    a third of the largest.
+
+    ``beside``: [], the largest root mean square elsewhere. ``dtype``: of the gradients, if ``sizes`` have another. Half
+    precision is judged as single. NaN is not rounding.
+
+    >>> is_rounding(torch.tensor([1.0, 1e-4, 1e-7, 0.0]))
+    tensor([False, False,  True,  True])
+    """
+    if not sizes.numel():
+        return sizes.bool()
+    largest = sizes.amax() if beside is None else torch.maximum(sizes.amax(), beside.to(sizes.dtype))
+    eps = torch.finfo(torch.promote_types(dtype or sizes.dtype, torch.float32)).eps
+    return sizes <= _CANCELLED * eps * largest
+
+
+def refuse_rounding(moments: Tensor, what: str, beside: Tensor | None = None) -> None:
+    """Raise if one of the second moments [u] of an undamped metric ``is_rounding``. This waits for the device.
+
+    >>> refuse_rounding(torch.tensor([2.0, 1.0]), "the metric")
+    """
+    zero = is_rounding(moments.clamp(min=0).sqrt(), beside)
+    if not bool(zero.any()):
+        return
+    smallest, largest = float(moments.min()), float(moments.max() if beside is None else beside.square())
+    raise SingularMetricError(
+        f"{what} is singular without damping: rank {int((~zero).sum())} of {zero.numel()} at most, since second "
+        f"moments down to {smallest:.3g} are rounding beside {largest:.3g}, the largest. Add damping (damping > 0), "
+        "or solve in its range with Pinv() (in any structure but LowRank and Implicit)"
+    )
+
+
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
     """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise.
 
@@ -154,13 +210,14 @@ def symmetric_root(h: Tensor, failure: str) -> Tensor:
     return scaled @ vectors.transpose(-1, -2)
 
 
-def cholesky(matrix: Tensor, damping: float | Tensor, what: str) -> Tensor:
+def cholesky(matrix: Tensor, damping: float | Tensor, what: str, beside: Tensor | None = None) -> Tensor:
     """L with L Lᵀ = matrix + damping, for one matrix [d d] or a batch [b d d]; singular and indefinite ones raise.
 
-    ``damping``: one number, or a tensor [b] with one for every matrix.
+    ``damping``: one number, or a tensor [b] with one for every matrix. ``beside``: the largest root mean square in the
+    metric that they are blocks of (``is_rounding``).
 
     Rounding lets Cholesky succeed on a singular matrix and return noise. Without damping to speak of, matrices that
-    look singular are therefore checked against their spectrum.
+    look singular are therefore checked against their spectrum, and no diagonal may be rounding.
     """
     check_finite(matrix, what)
     if matrix.numel() == 0:
@@ -181,6 +238,8 @@ def cholesky(matrix: Tensor, damping: float | Tensor, what: str) -> Tensor:
         each = _each(damping, largest)[suspicious]
         for values, failed, λ in zip(_spectra(damped[suspicious]), info[suspicious], each, strict=True):
             refuse_singular(values, what=what, damping=float(λ), rtol=size * eps, failed=bool(failed > 0))
+    if bool(lost.any()):
+        refuse_rounding(diagonal[lost], what, largest.amax().sqrt() if beside is None else beside)
     return factor
 
 

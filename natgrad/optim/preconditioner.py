@@ -217,10 +217,16 @@ class Preconditioner:
     @property
     def apart(self) -> SharpMap:
         """(G + λ)⁻¹ω of covectors unlike the gradient: an iterative solver does not start the next solve from them."""
+        return self.apart_from(None)
+
+    def apart_from(self, gradient: Covector | None) -> SharpMap:
+        """The same, and of the gradient itself, from which it does."""
         inverse = self.inverse
         assert inverse is not None
 
         def solve(ω: Covector) -> Vector:
+            if ω is gradient:
+                return self.sharp_alone(ω)
             with full_precision(self._device):
                 return copy.copy(inverse).sharp(ω)
 

@@ -374,7 +374,7 @@ def _direction(
 ) -> tuple[Vector, Tensor | None]:
     """v and, if it is ``measured``, ⟨ω, v⟩ []."""
     if type(rule).direction is not PlainRule.direction:
-        v = rule.direction(ω, inverse.apart)
+        v = rule.direction(ω, inverse.apart_from(ω))
         return v, fused.pairing([(ω[name], t) for name, t in v.items()]) if measured else None
     return inverse.sharp_with_pairing(ω) if measured else (inverse.sharp_alone(ω), None)
 

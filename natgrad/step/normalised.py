@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
-from natgrad.geometry import Vector
-from natgrad.linalg import is_number
-from natgrad.step.base import PlainRule
+from natgrad.geometry import Covector, Vector
+from natgrad.linalg import is_number, is_rounding
+from natgrad.step.base import PlainRule, SharpMap, rescale_
 
 
 @final
@@ -23,10 +23,12 @@ class Normalised(PlainRule):
 
     The weight and the bias of a layer are two tensors, each with its own scale. The step does not depend on the scale
     of the loss, of the metric or of the damping, and a learning rate is like that of Adam, whose steps have about this
-    size for ``rms=0.2`` (Liu et al. 2025). A step that is zero stays zero.
+    size for ``rms=0.2`` (Liu et al. 2025). A step that is zero stays zero, and so does that of a gradient of which only
+    rounding is left beside the largest one (``natgrad.linalg.is_rounding``): it would be a random step of full length.
 
-    >>> Normalised().scale(Vector({"w": torch.tensor([3.0, -3.0])}), torch.ones(()))
-    {'w': tensor(0.0667)}
+    >>> ω = Covector({"w": torch.tensor([3.0, -3.0]), "rounding": torch.tensor([3e-9])})
+    >>> dict(Normalised().direction(ω, SharpMap(lambda ω: Vector(dict(ω)))))
+    {'w': tensor([ 0.2000, -0.2000]), 'rounding': tensor([0.])}
     """
 
     bounded: ClassVar[bool] = True
@@ -36,8 +38,13 @@ class Normalised(PlainRule):
     def __post_init__(self) -> None:
         check_rms("Normalised", self.rms)
 
-    def scale(self, v: Vector, square: Tensor) -> dict[str, Tensor]:
-        return ratios({name: self.rms * math.sqrt(t.numel()) for name, t in v.items()}, v)
+    def direction(self, ω: Covector, sharp: SharpMap) -> Vector:
+        v = sharp(ω)
+        rescale_(v, ratios({name: self.rms * math.sqrt(t.numel()) for name, t in v.items()}, v, ω))
+        return v
+
+    def scale(self, v: Vector, square: Tensor) -> None:
+        return None
 
 
 def check_rms(rule: str, rms: float) -> None:
@@ -46,14 +53,19 @@ def check_rms(rule: str, rms: float) -> None:
         raise ValueError(f"{rule}(rms=…) must be positive and finite, got {rms}")
 
 
-def ratios(lengths: Mapping[str, float], v: Vector, unit: Tensor | None = None) -> dict[str, Tensor]:
+def ratios(lengths: Mapping[str, float], v: Vector, ω: Covector, unit: Tensor | None = None) -> dict[str, Tensor]:
     """The numbers [] that give every tensor of v its length (times its entry in ``unit`` [b]), and zero to zero.
 
-    NaN where v is not finite, which must not look like a step of zero.
+    Zero is what v is, or what the gradient ω is up to rounding. NaN where v is not finite, which must not look like a
+    step of zero.
     """
-    stretch = torch.stack(fused.divided(fused.norms(list(v.values())), list(lengths.values())))
+    gradients = [ω[name] for name in v]
+    of_both = [*lengths.values(), *(math.sqrt(max(1, t.numel())) for t in gradients)]  # in one launch
+    stretch, sizes = torch.stack(fused.divided(fused.norms([*v.values(), *gradients]), of_both)).chunk(2)
+    coarsest = max((t.dtype for t in gradients), key=lambda dtype: torch.finfo(dtype).eps)
+    zero = is_rounding(sizes, dtype=coarsest).logical_or_(stretch == 0)
     finite = stretch - stretch  # 0, and NaN of infinity
-    scale = (stretch.reciprocal() + finite).masked_fill_(stretch == 0, 0.0)
+    scale = (stretch.reciprocal() + finite).masked_fill_(zero, 0.0)
     scale = scale if unit is None else scale * unit
     scale = scale.to(torch.promote_types(next(iter(v.values())).dtype, torch.float32))
     return dict(zip(v, scale.unbind(), strict=True))

@@ -34,7 +34,8 @@ class Polar(PlainRule):
 
     Then v is made as long as rms·√max(o, i) times polar(…): where that has the full rank, the root mean square of the
     step is lr·rms. In the identity metric this is ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` for
-    ``rms=0.2`` (Liu et al. 2025), with ``momentum_on="gradients"``. A step that is zero stays zero.
+    ``rms=0.2`` (Liu et al. 2025), with ``momentum_on="gradients"``. A step that is zero stays zero, and so does that of
+    a gradient of which only rounding is left beside the largest one (``natgrad.linalg.is_rounding``).
 
     ``iteration``: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
     and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the parameters
@@ -77,7 +78,7 @@ class Polar(PlainRule):
         else:
             v, norms = self._polar(ω, sides)
         lengths = {name: self.rms * math.sqrt(max(_shape(t))) for name, t in v.items()}
-        rescale_(v, ratios(lengths, v, torch.stack([norms[name] for name in v])))
+        rescale_(v, ratios(lengths, v, ω, torch.stack([norms[name] for name in v])))
         return Vector({name: t.to(ω[name].dtype) for name, t in v.items()})
 
     def scale(self, v: Vector, square: Tensor) -> None:

@@ -128,9 +128,11 @@ class LevenbergMarquardt(StepRule):
     by it. A step that does not lower the loss is not taken; it is tried again with more damping, at most ``tries``
     times; so is one for which G + damping is singular. Needs ``opt.step(closure)``.
 
-    The damping is λ·diag G (Marquardt 1963) where G is a matrix (``Dense``, ``BlockDense``), so that it does not change
-    with the units of the parameters; with ``scaled=False``, and for other structures, λ·1. Where the residuals are
-    known (``ng.LeastSquares``), the step is that of a QR of their Jacobian.
+    The damping is λ·1 in every structure. With ``scaled=True`` it is λ·diag G (Marquardt 1963) where G is a matrix
+    (``Dense``, ``BlockDense``), and does not change with the units of the parameters: for models with a few parameters
+    of different units. The diagonal of a network spans many orders of magnitude, and parameters with little curvature,
+    such as the keys of an attention, would run away. Where the residuals are known (``ng.LeastSquares``), the step is
+    that of a QR of their Jacobian, with λ·1.
 
     ``opt.last.converged`` says that one of three rules is met, and ``reason`` which. "ftol": a step was taken, and the
     decrease and its prediction are at most ``ftol`` times the loss. "xtol": a step was taken, at most ``xtol`` times as
@@ -143,7 +145,7 @@ class LevenbergMarquardt(StepRule):
     factor: float = 2.0
     tries: int = 8
     smallest: float = 1e-12
-    scaled: bool = field(default=True, kw_only=True)
+    scaled: bool = field(default=False, kw_only=True)
     ftol: float = field(default=1e-8, kw_only=True)
     xtol: float = field(default=1e-8, kw_only=True)
     gtol: float = field(default=1e-8, kw_only=True)

@@ -22,8 +22,10 @@ from natgrad.linalg import (
     damped_spectrum,
     eigvalsh,
     inverse_powered,
+    is_rounding,
     powered,
     refuse_indefinite,
+    refuse_rounding,
     without_rounding,
 )
 from natgrad.model import Model
@@ -255,7 +257,8 @@ class DenseOperator(Operator):
         return _inverse(self.layout, [whole], [self.matrix], damping, self.power, "the dense metric")
 
     def inverse_in_units(self, damping: float) -> Inverse | None:
-        return replace(self, matrix=_in_units(self.matrix, damping)).inverse(0.0) if self.power == 1 else None
+        damped = _in_units(self.matrix, damping, _largest([self.matrix]))
+        return replace(self, matrix=damped).inverse(0.0) if self.power == 1 else None
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
@@ -335,7 +338,8 @@ class BlockDenseOperator(Operator):
         return _inverse(self.layout, self.indices, self.matrices, damping, self.power, what)
 
     def inverse_in_units(self, damping: float) -> Inverse | None:
-        damped = tuple(_in_units(matrix, damping) for matrix in self.matrices)
+        largest = _largest(self.matrices)
+        damped = tuple(_in_units(matrix, damping, largest) for matrix in self.matrices)
         return replace(self, matrices=damped).inverse(0.0) if self.power == 1 else None
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
@@ -346,10 +350,16 @@ class BlockDenseOperator(Operator):
         return PseudoInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight, self.power)
 
 
-def _in_units(matrix: Tensor, damping: float) -> Tensor:
-    """G + λ·diag G; parameters that nothing depends on have the unit of the others."""
+def _in_units(matrix: Tensor, damping: float, largest: Tensor) -> Tensor:
+    """G + λ·diag G; parameters that nothing depends on have the largest unit, and λ = 1: they do not move."""
     units = matrix.diagonal()
-    return matrix + torch.diag(torch.where(units > 0, damping * units, units.amax().clamp(min=1e-30)))
+    curved = (units > 0) & ~is_rounding(units.clamp(min=0).sqrt(), largest)
+    return matrix + torch.diag(torch.where(curved, damping * units, largest.square().clamp(min=1e-30)))
+
+
+def _largest(matrices: Sequence[Tensor]) -> Tensor:
+    """The largest root mean square [] of all blocks, beside which others are rounding."""
+    return torch.stack([matrix.diagonal().amax() for matrix in matrices]).clamp(min=0).sqrt().amax()
 
 
 def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:
@@ -365,16 +375,23 @@ def _logdet(matrices: Sequence[Tensor], damping: Damping, power: float, titles: 
     """Σ_b log det (G_b + λ)^p."""
     if power == 0:
         return matrices[0].new_zeros(())
-    pairs = zip(matrices, titles, strict=True)
-    factors = [cholesky(matrix, _shift(matrix, damping), title) for matrix, title in pairs]
+    shifts, largest = _shifts(matrices, damping), _largest(matrices)
+    factors = [
+        cholesky(matrix, _of_blocks(shifts, b), title, largest)
+        for b, (matrix, title) in enumerate(zip(matrices, titles, strict=True))
+    ]
     return power * torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
 
 
-def _shift(matrix: Tensor, damping: Damping) -> float | Tensor:
-    """λ of a matrix [d d], or of a batch [b d d] relative to the mean eigenvalue of each."""
+def _shifts(matrices: Sequence[Tensor], damping: Damping) -> float | Tensor:
+    """λ, or λ [b] relative to the mean eigenvalue of every block, and zero where the block is."""
     if not isinstance(damping, Relative):
         return damping
-    return damping.epsilon * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return damping.shifts(torch.stack([matrix.diagonal().mean() for matrix in matrices]))
+
+
+def _of_blocks(shifts: float | Tensor, numbers: int | list[int]) -> float | Tensor:
+    return shifts[numbers] if isinstance(shifts, Tensor) else shifts
 
 
 def _inverse(
@@ -388,7 +405,8 @@ def _inverse(
     """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
     if power == 0:
         return IdentityInverse(layout)
-    zero = isinstance(damping, Relative) and not all(bool(matrix.any()) for matrix in matrices)
+    shifts = _shifts(matrices, damping)
+    zero = isinstance(shifts, Tensor) and bool((shifts == 0).any())
     if power == 1 and not zero:
         return CholeskyInverse.of(layout, indices, matrices, damping, what)
     return PowerInverse.of(layout, indices, matrices, damping, power, what)
@@ -407,9 +425,9 @@ class CholeskyInverse(Inverse):
     def of(
         layout: Layout, indices: Sequence[Tensor], matrices: Sequence[Tensor], damping: Damping, what: str
     ) -> CholeskyInverse:
-        batches = _batched(indices, matrices)
-        factors = tuple(cholesky(matrix, _shift(matrix, damping), what) for _, matrix in batches)
-        return CholeskyInverse(layout, tuple(index for index, _ in batches), factors)
+        batches, shifts, largest = _batched(indices, matrices), _shifts(matrices, damping), _largest(matrices)
+        factors = tuple(cholesky(matrix, _of_blocks(shifts, numbers), what, largest) for numbers, _, matrix in batches)
+        return CholeskyInverse(layout, tuple(index for _, index, _ in batches), factors)
 
     def solve(self, ω: Tensor) -> Tensor:
         v = torch.empty_like(ω)
@@ -457,9 +475,13 @@ class PowerInverse(Inverse):
         power: float,
         what: str,
     ) -> PowerInverse:
-        batches = _batched(indices, matrices)
-        roots = tuple(_damped_root(matrix, damping, power, what) for _, matrix in batches)
-        return PowerInverse(layout, tuple(index for index, _ in batches), roots)
+        batches, shifts = _batched(indices, matrices), _shifts(matrices, damping)
+        roots = tuple(
+            _damped_root(matrix, _of_blocks(shifts, numbers), damping, power, what) for numbers, _, matrix in batches
+        )
+        if damping == 0:
+            refuse_rounding(torch.cat([matrix.diagonal() for matrix in matrices]), what)
+        return PowerInverse(layout, tuple(index for _, index, _ in batches), roots)
 
     def solve(self, ω: Tensor) -> Tensor:
         return _through_roots(self.indices, self.roots, ω)
@@ -481,17 +503,16 @@ class PowerInverse(Inverse):
         return {f"{_POWER}{at}": root for at, root in enumerate(self.roots)}
 
 
-def _damped_root(matrix: Tensor, damping: Damping, power: float, what: str) -> Tensor:
+def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: float, what: str) -> Tensor:
     """(G + λ)^-p/2 [b d d] of matrices of one size. No eigenvalue of a matrix is above d times their mean."""
     check_finite(matrix, what)
-    λ = _shift(matrix, damping)
     shift = λ if isinstance(λ, Tensor) else matrix.new_full((len(matrix),), λ)
     condition = matrix.shape[-1] / damping.epsilon + 1 if isinstance(damping, Relative) else 1e6
     quick = quick_inverse_power(matrix, 0.5 * power, shift=shift, condition=condition)
     if quick is not None:
         return quick
     values, vectors = spectrum(matrix)
-    zero = (values.abs().amax(-1, keepdim=True) == 0) & isinstance(damping, Relative)
+    zero = (shift == 0).unsqueeze(-1) & isinstance(damping, Relative)
     damped = damped_spectrum(values.masked_fill(zero, 1.0), λ, what).masked_fill(zero, 0.0)
     root = (vectors * inverse_powered(damped, 0.5 * power).unsqueeze(-2)) @ vectors.mT
     # Rounding must not move parameters that nothing depends on: a step rule may enlarge it to a whole step.
@@ -525,16 +546,18 @@ class PseudoInverse(Inverse):
     ) -> Inverse:
         if power == 0:
             return IdentityInverse(layout)
-        batches = _batched(indices, matrices)
+        batches, shifts, largest = _batched(indices, matrices), _shifts(matrices, damping), _largest(matrices)
         roots = []
-        for index, matrix in batches:
+        for numbers, index, matrix in batches:
             check_finite(matrix, "the metric")
-            λ = _shift(matrix, damping)
+            λ = _of_blocks(shifts, numbers)
             eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
             damped = matrix + (λ[:, None, None] if isinstance(λ, Tensor) else λ) * eye
             inverse_root = None if weight is None else _inverse_root(weight, index)
-            roots.append(_pseudo_root(damped, rtol, inverse_root, damping, power))
-        return PseudoInverse(layout, tuple(index for index, _ in batches), tuple(roots))
+            root = _pseudo_root(damped, rtol, inverse_root, damping, power)
+            sizes = damped.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=0).sqrt()
+            roots.append(root.masked_fill(is_rounding(sizes, largest)[:, None, None], 0.0))
+        return PseudoInverse(layout, tuple(index for _, index, _ in batches), tuple(roots))
 
     def solve(self, ω: Tensor) -> Tensor:
         return _through_roots(self.indices, self.roots, ω)
@@ -553,7 +576,7 @@ def _through_roots(indices: Sequence[Tensor], roots: Sequence[Tensor], ω: Tenso
 
 def restored_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
     """The inverse with these tensors, of matrices at these flattened positions."""
-    batches = tuple(index for index, _ in _batched(indices, indices))
+    batches = tuple(index for _, index, _ in _batched(indices, indices))
     for kind, prefix in ((CholeskyInverse, _CHOLESKY), (PseudoInverse, _ROOT), (PowerInverse, _POWER)):
         factors = tuple(tensors[f"{prefix}{at}"] for at in range(len(batches)) if f"{prefix}{at}" in tensors)
         if len(factors) == len(batches):
@@ -584,13 +607,13 @@ def _inverse_root(weight: Tensor, index: Tensor) -> Tensor:
     return root[index.unsqueeze(-1), index.unsqueeze(-2)]
 
 
-def _batched(indices: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Stack blocks of the same size."""
+def _batched(indices: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Stack blocks of the same size, with their numbers."""
     by_size: dict[int, list[int]] = defaultdict(list)
     for b, index in enumerate(indices):
         by_size[index.numel()].append(b)
     return [
-        (torch.stack([indices[b] for b in group]), torch.stack([matrices[b] for b in group]))
+        (group, torch.stack([indices[b] for b in group]), torch.stack([matrices[b] for b in group]))
         for group in by_size.values()
     ]
 

@@ -18,6 +18,7 @@ from natgrad.linalg import (
     check_power,
     inverse_powered,
     refuse_indefinite,
+    refuse_rounding,
     refuse_singular,
 )
 from natgrad.model import Model
@@ -155,13 +156,18 @@ class DiagonalOperator(Operator):
 
     def _damped(self, damping: Damping) -> Tensor:
         """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""
-        damped = self.values + self._shift(damping)
+        λ = self._shift(damping)
+        damped = self.values + λ
+        if isinstance(λ, Tensor):
+            damped = damped.masked_fill(λ == 0, 0.0)
         if damping != 0 and not can_read(damped):  # squares are not negative, and an average of them is finite
             return damped
         check_finite(self.values, "the diagonal of the metric")
         bad = damped < 0 if isinstance(damping, Relative) else damped <= 0
         if bool(bad.any()):
             refuse_singular(damped, what=_WHAT, damping=damping, failed=True)
+        if damping == 0:
+            refuse_rounding(damped, _WHAT)
         return damped
 
     def _shift(self, damping: Damping) -> float | Tensor:
@@ -169,8 +175,8 @@ class DiagonalOperator(Operator):
         if not isinstance(damping, Relative):
             return damping
         sizes = [t.numel() for t in self.layout.like.values()]
-        means = [piece.mean().expand(len(piece)) for piece in self.values.split(sizes)]
-        return damping.epsilon * torch.cat(means)
+        shifts = damping.shifts(torch.stack([piece.mean() for piece in self.values.split(sizes)]))
+        return torch.cat([λ.expand(size) for λ, size in zip(shifts, sizes, strict=True)])
 
 
 @final

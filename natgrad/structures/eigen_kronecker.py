@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.fused import copy_
-from natgrad.accelerate.inverses import Newton, SymFactor
+from natgrad.accelerate.inverses import Newton, SymFactor, relative_shifts
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.accelerate.temporaries import ROWS, at_once
@@ -41,6 +41,7 @@ from natgrad.structures.layered import (
     packed_alike,
     rotated,
     rotated_back,
+    rounding_groups,
     spread,
     turned,
     turns_factors,
@@ -279,9 +280,18 @@ class EigenKroneckerOperator(LayerOperator):
         return self.scales[b].double().clamp(min=0)
 
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
-        if isinstance(damping, Relative):
-            return [damping.added(d) for d in self.scales], self.basis
-        return [d + damping for d in self.scales], self.basis
+        if not isinstance(damping, Relative):
+            return [d + damping for d in self.scales], self.basis
+        damped = []
+        for d, zero in zip(self.scales, rounding_groups(self.gradient_sizes), strict=True):
+            values = d.clamp(min=0)  # what is below is rounding
+            λ = relative_shifts(damping.epsilon, values.mean())
+            damped.append((values + λ).masked_fill(zero[:, None, None] | (λ == 0), 0.0))
+        return damped, self.basis
+
+    @property
+    def gradient_sizes(self) -> list[Tensor]:
+        return [d.mean((1, 2)).clamp(min=0).sqrt() for d in self.scales]
 
     def lerp(self, other: Operator, weight: float) -> EigenKroneckerOperator:
         """A, S and D are averaged, D in the basis of ``other``, the newer one.
@@ -393,6 +403,7 @@ class EigenKroneckerOperator(LayerOperator):
         if damping == 0:
             for block, values in zip(self.blocks, self.scales, strict=True):
                 self.refuse_singular(block, values, 0.0)
+            self.refuse_rounding()
 
     def factored_inverse(
         self,

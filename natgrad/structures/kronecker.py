@@ -41,7 +41,7 @@ from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import IncompatibleError
-from natgrad.linalg import Damping, Relative, number_of, refuse_singular, without_rounding
+from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular, without_rounding
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
 from natgrad.pullback.backward import BackwardHooks
@@ -494,13 +494,26 @@ class KroneckerOperator(LayerOperator):
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         """The products s_o a_i + λ, in the eigenvectors of the factors; (s_o + λ_S)(a_i + λ_A) if λ is relative."""
         (s, q), (a, p) = spectra(self.left), spectra(self.right)
-        if isinstance(damping, Relative):
-            s, a = [damping.added(x) for x in s], [damping.added(x) for x in a]
+        if isinstance(damping, Relative) and self.blocks:
+            λ_S, λ_A = _relative_shifts(damping.epsilon, self.left, self.right)
+            s, a = (
+                [
+                    (x.clamp(min=0) + λ.unsqueeze(-1)).masked_fill(λ.unsqueeze(-1) == 0, 0.0)
+                    for x, λ in zip(values, shifts, strict=True)
+                ]
+                for values, shifts in ((s, λ_S), (a, λ_A))
+            )
         products = [x.unsqueeze(-1) * y.unsqueeze(-2) for x, y in zip(s, a, strict=True)]
         if not isinstance(damping, Relative) and damping != 0:
             products = [x.add_(damping) for x in products]
         products = [x.expand(block.shape) for block, x in zip(self.blocks, products, strict=True)]
         return products, Basis(tuple(q), tuple(p))
+
+    @property
+    def gradient_sizes(self) -> list[Tensor]:
+        if not self.blocks:
+            return []
+        return list(_sizes(_group_means(self.left, self.right)[0]).split([len(s) for s in self.left]))
 
     def diagonalised(self) -> EigenKroneckerOperator:
         # In double precision: rounding of a small eigenvalue of one factor is multiplied by the largest of the other.
@@ -608,6 +621,7 @@ class KroneckerOperator(LayerOperator):
                 for values in groups:
                     rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps
                     refuse_singular(values, what=f"the factor {side} of {block.title}", damping=0.0, rtol=rounding)
+        self.refuse_rounding()
         out = ProductInverse.empty(self, fallback)
         out.compute_(self, 0.0)
         return out
@@ -724,14 +738,14 @@ class ProductInverse(LayerInverse):
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         count = len(self.blocks)
-        of_factors = relative_shifts(damping, mean_eigenvalues(factors)).split(1) if relative else ()
+        of_factors = _relative_shifts(damping, factors[:count], factors[count:]) if relative else ((), ())
         jobs: list[Inversion] = []
         for at, (batch, stacks) in enumerate(zip(self.batches, self.stacks, strict=True)):
             s, a = [factors[b] for b in batch], [factors[count + b] for b in batch]
             c = s[0].shape[0]
             shifts: tuple[Sequence[Tensor], Sequence[Tensor]]
             if relative:
-                shifts = [of_factors[b].expand(c) for b in batch], [of_factors[count + b].expand(c) for b in batch]
+                shifts = [of_factors[0][b] for b in batch], [of_factors[1][b] for b in batch]
             else:
                 π = balance(a, s)
                 shifts = (damping**0.5 / π).split(c), (damping**0.5 * π).split(c)
@@ -821,6 +835,34 @@ class ProductInverse(LayerInverse):
             )
             out |= layer_tensors(blocks, dict(sides))
         return out
+
+
+def _group_means(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> tuple[Tensor, Tensor]:
+    """tr S/dim S and tr A/dim A [2 Σc] of the groups of all layers, and the means of these over the groups of a layer.
+
+    In few launches where every layer has one group: in a captured step they are computed every time.
+    """
+    means = mean_eigenvalues((*left, *right)).view(2, -1)
+    counts = [len(s) for s in left]
+    if max(counts) == 1:
+        return means, means
+    groups = torch.stack([torch.cat([diagonal(factor).mean(-1) for factor in side]) for side in (left, right)])
+    expanded = (zip(side.split(1), counts, strict=True) for side in means)
+    return groups, torch.stack([torch.cat([mean.expand(c) for mean, c in side]) for side in expanded])
+
+
+def _sizes(groups: Tensor) -> Tensor:
+    """√(tr S/dim S · tr A/dim A) [Σc]; the product itself could leave the range of single precision."""
+    return groups.clamp(min=0).sqrt().prod(0)
+
+
+def _relative_shifts(
+    epsilon: Scalar, left: Sequence[SymFactor], right: Sequence[SymFactor]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """λ_S and λ_A [c] of every layer: ε·(mean eigenvalue) of the factor, and zero for a group that is zero."""
+    groups, means = _group_means(left, right)
+    shifts, counts = relative_shifts(epsilon, means).masked_fill(is_rounding(_sizes(groups)), 0.0), list(map(len, left))
+    return shifts[0].split(counts), shifts[1].split(counts)
 
 
 def _halves_of(like: Operator | None) -> tuple[Halves | None, ...]:

@@ -49,9 +49,11 @@ from natgrad.linalg import (
     check_power,
     eigvalsh,
     inverse_powered,
+    is_rounding,
     number_of,
     powered,
     refuse_indefinite,
+    refuse_rounding,
     refuse_singular,
 )
 from natgrad.log import listed
@@ -464,8 +466,13 @@ class LayerOperator(Operator):
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         """The eigenvalues [c o i] of every block of G + λ, and the basis they belong to.
 
-        With relative damping a block that is zero stays zero.
+        With relative damping a group that is zero stays zero.
         """
+
+    @property
+    @abstractmethod
+    def gradient_sizes(self) -> list[Tensor]:
+        """Of every layer the root mean squares [c] of the gradients of its groups, as G has them (``is_rounding``)."""
 
     def with_power(self, power: float) -> Self:
         out = super().with_power(power)
@@ -535,6 +542,8 @@ class LayerOperator(Operator):
                 total = total + self.power * values.log().sum()
             else:  # G is a mean of squares: what is below λ is rounding
                 total = total + self.power * values.clamp(min=damping).log().sum()
+        if damping == 0:
+            self.refuse_rounding()
         return total if self.fallback is None else total + self.fallback.logdet(damping)
 
     def eigenvalues(self) -> Tensor | None:
@@ -549,10 +558,25 @@ class LayerOperator(Operator):
         what = f"the block {block.title} of the metric"
         refuse_singular(damped.flatten(), what=what, damping=damping, rtol=self._rounding(block))
 
+    def refuse_rounding(self) -> None:
+        """Raise, by the name of its layer, if a group is zero beside the others, or a parameter of the fallback is."""
+        if not self.blocks:
+            return
+        sizes = self.gradient_sizes
+        largest = torch.cat(sizes).amax()
+        for block, of_layer in zip(self.blocks, sizes, strict=True):
+            refuse_rounding(of_layer.square(), f"the block {block.title} of the metric", largest)
+        if self.fallback is not None:
+            refuse_rounding(self.fallback.with_power(1.0).diagonal(), "the metric of the fallback", largest)
+
     # Inverses.
 
     def fallback_inverse(self, damping: Damping) -> Inverse | None:
-        return None if self.fallback is None else self.fallback.inverse(damping)
+        if self.fallback is None:
+            return None
+        if isinstance(damping, Relative) and self.blocks:
+            damping = damping.beside(torch.cat(self.gradient_sizes))
+        return self.fallback.inverse(damping)
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and weight.ndim == 2:
@@ -575,6 +599,9 @@ class LayerOperator(Operator):
     ) -> SpectralInverse:
         """(G + λ)^-p by the eigenvalues; with ``rtol`` a pseudo-inverse, which drops the small ones."""
         damped, basis = self.spectrum(damping)
+        if damping == 0:
+            pairs = zip(damped, rounding_groups(self.gradient_sizes), strict=True)
+            damped = [d.masked_fill(zero[:, None, None], 0.0) for d, zero in pairs]
         scales = tuple(inverse_scales(layer, self.power, damping, rtol) for layer in damped)
         return SpectralInverse.of(self.layout, self.blocks, fallback, basis, scales)
 
@@ -740,7 +767,7 @@ def fallback_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def inverse_scales(damped: Tensor, power: float, damping: Damping, rtol: float | None) -> Tensor:
     """(G + λ)^-p [c o i] of the eigenvalues of G + λ in a layer; with ``rtol``, 0 for those below rtol of the largest.
 
-    With relative damping they are zero where the layer is: so is its step.
+    With relative damping they are zero where a group is: so is its step.
     """
     if rtol is None:
         least = 0.0 if isinstance(damping, Relative) else damping  # what is below is rounding
@@ -749,6 +776,11 @@ def inverse_scales(damped: Tensor, power: float, damping: Damping, rtol: float |
     # All groups have one largest eigenvalue: a group that should be zero (the bias of the keys of attention) is noise
     # beside the others.
     return torch.where(damped > rtol * damped.amax(), damped, torch.inf).pow(-power)
+
+
+def rounding_groups(sizes: Sequence[Tensor]) -> list[Tensor]:
+    """Which groups [c] of every layer are zero beside those of all layers (``is_rounding``)."""
+    return list(is_rounding(torch.cat(list(sizes))).split([len(t) for t in sizes])) if sizes else []
 
 
 # Inverses.
@@ -907,7 +939,7 @@ class SpectralInverse(LayerInverse):
     def rescale_(self, values: Sequence[Tensor], power: float, damping: Damping) -> None:
         """d ← (D + λ)^-p in place, for eigenvalues D ≥ 0 of every layer; on a GPU from a captured graph.
 
-        With relative damping a layer of zeros has d = 0.
+        With relative damping a group that is zero has d = 0.
         """
         relative, number = isinstance(damping, Relative), number_of(damping)
 
@@ -915,9 +947,13 @@ class SpectralInverse(LayerInverse):
             stacks = [stacked([tensors[b] for b in batch]).view(len(batch), -1) for batch in self.batches]
             shifts: Sequence[Scalar] = [scalars[0]] * len(stacks)
             if relative:
-                means = torch.cat([D.mean(1, keepdim=True) for D in stacks])
-                means = relative_shifts(scalars[0], means)
-                shifts = torch.where(means > 0, means, torch.inf).split([len(D) for D in stacks])
+                groups = [self.blocks[batch[0]].shape[0] for batch in self.batches]
+                stacks = [D.view(len(D), c, -1) for D, c in zip(stacks, groups, strict=True)]
+                means = [D.mean(2, keepdim=True) for D in stacks]  # [b c 1]
+                groups_of = rounding_groups([t.flatten().sqrt() for t in means])
+                each = [relative_shifts(scalars[0], t.mean(1, keepdim=True)) for t in means]
+                triples = zip(each, groups_of, means, strict=True)
+                shifts = [λ.masked_fill(zero.view_as(t) | (λ == 0), torch.inf) for λ, zero, t in triples]
             for D, shift, (_, _, d) in zip(stacks, shifts, self.stacks, strict=True):
                 torch.add(D, shift, out=d.view(D.shape)).pow_(-power)
 

@@ -393,7 +393,7 @@ def test_a_plain_step_of_natural_by_default_forms_no_square_matrix_but_in_the_po
         trained(model, opt, range(24, 25))
     assert it.replays == 1  # the second moments, their powers and the step
     assert kernels.products == 5  # XXᵀ, five times
-    assert kernels.captured.total() <= 79  # Triton has fewer
+    assert kernels.captured.total() <= 94  # Triton has fewer
 
 
 def test_a_plain_step_of_ekfac_is_one_graph_in_few_products(gpu: Callable[[], Gpu]) -> None:

@@ -255,10 +255,10 @@ def test_steps_do_not_change_with_the_units_of_the_parameters(unit: float) -> No
     y = torch.exp(-0.5 * x) + 0.05 * torch.sin(20 * x)
     ours, plain = Decay(unit), Decay(1.0)
     for model in (ours, plain):
-        opt = _fit(model, x, y, 5)
+        opt = _fit(model, x, y, 5, scaled=True)
     assert ours.b.item() * unit == pytest.approx(plain.b.item(), rel=1e-9)
     assert ours.a.item() == pytest.approx(plain.a.item(), rel=1e-9)
-    opt = _fit(ours, x, y, 15)
+    opt = _fit(ours, x, y, 15, scaled=True)
     assert opt.last is not None
     assert opt.last.converged
 
