@@ -90,7 +90,10 @@ def test_large_eigenvalues_are_counted_once_and_not_by_chance(f: Callable[[Tenso
     """Of six that hold most of the trace, as in networks, a probe of signs sees anything between none and several."""
     large = torch.tensor([-900.0, 40.0, 100.0, 300.0, 350.0, 2000.0], dtype=torch.float64)
     values = torch.cat([large, torch.linspace(0.0, 1.0, 300, dtype=torch.float64)])
-    g = lambda λ: f(λ.abs())  # noqa: E731
+
+    def g(λ: Tensor) -> Tensor:
+        return f(λ.abs())
+
     exact = float(g(values).sum())
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
