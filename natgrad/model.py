@@ -150,7 +150,10 @@ class Model:
         output: Callable[[Any], Any] | None = None,
         examples: Literal["inputs"] | None = None,
         heads: tuple[Any, ...] | None = None,
+        *,
+        mixed: bool = False,
     ) -> Model:
+        """``mixed``: the parameters may be of several dtypes."""
         if examples not in (None, "inputs"):
             raise ValueError(f'examples= is None or "inputs", not {examples!r}')
         if examples is not None and heads is not None:
@@ -163,7 +166,7 @@ class Model:
             model = unwrapped(model)[-1]
             _check_eager(model)
             named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-            _check_parameters(named, f"the module {type(model).__name__}")
+            _check_parameters(named, f"the module {type(model).__name__}", mixed)
             return Model(model, named, output, examples, heads)
         if not callable(model):
             raise TypeError(
@@ -375,7 +378,7 @@ def _check_eager(module: nn.Module) -> None:
         )
 
 
-def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
+def _check_parameters(params: Mapping[str, Tensor], where: str, mixed: bool = False) -> None:
     if all(isinstance(p, Tensor) and not p.numel() for p in params.values()):
         raise ValueError(
             f"{where} has no trainable parameters, or none with entries: set requires_grad_(True) on those to train"
@@ -384,11 +387,17 @@ def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
             raise TypeError(f"{where}: parameter {name} must be a real floating-point tensor")
-        for what, mine, its in (("device", p.device, first.device), ("dtype", p.dtype, first.dtype)):
-            if mine != its:
-                raise ValueError(
-                    f"{where} mixes {what}s: {first_name} is {its} and {name} is {mine}; move all with model.to(...)"
-                )
+        if p.device != first.device:
+            raise ValueError(
+                f"{where} mixes devices: {first_name} is {first.device} and {name} is {p.device}; move all with "
+                "model.to(...)"
+            )
+        if p.dtype != first.dtype and not mixed:
+            raise ValueError(
+                f"{where} mixes dtypes: {first_name} is {first.dtype} and {name} is {p.dtype}; move all with "
+                "model.to(...) and train under torch.autocast, or take an optimizer whose metric is that of the "
+                "gradients (Natural, Muon, SOAP, Shampoo, BatchGradient()), which takes them as they are"
+            )
     if first.is_meta:
         raise ValueError(
             f"{where}: {', '.join(params)} on the meta device, where a tensor has a shape but no numbers. Give them "

@@ -160,10 +160,10 @@ class NaturalGradient(torch.optim.Optimizer):
         load_compiler()
         self._take_uncompiled = torch.compiler.disable(_take, reason=_EAGER)
         metric = metric_of(metric)
-        whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
+        of_gradients = metric.source == "gradients"
+        whole = Model.of(model, output=output, examples=examples, heads=metric.heads, mixed=of_gradients)
         wrapping = unwrapped(model)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
-        of_gradients = metric.source == "gradients"
         given, by_adamw, backed = without_metric(
             whole,
             complete(whole, groups),
