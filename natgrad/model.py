@@ -322,6 +322,7 @@ def _checked(y: Any, what: str) -> Tensor:
             f"the model returned a {type(y).__name__}: pass output=, a function from it to the tensor [n *out], or a "
             "dict or tuple of losses, one for every head"
         )
+    refuse_nested(y, what)
     if y.ndim == 0:
         raise ValueError(
             f"the model returned one number: outputs need the examples on their first axis, [n *out] ({what})"
@@ -445,6 +446,21 @@ def _walk(x: Inputs) -> Iterator[Tensor]:
     elif isinstance(x, (Mapping, Sequence)) and not isinstance(x, str):
         for value in x.values() if isinstance(x, Mapping) else x:
             yield from _walk(value)
+
+
+def refuse_nested(x: Inputs, what: str) -> None:
+    """Refuse nested tensors among these; ``what`` they are.
+
+    >>> refuse_nested(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "the inputs")
+    Traceback (most recent call last):
+    TypeError: the inputs hold a nested tensor, and a metric on outputs needs tensors with one size on every axis...
+    """
+    if any(t.is_nested for t in tensors_of(x)):
+        raise TypeError(
+            f"{what} hold a nested tensor, and a metric on outputs needs tensors with one size on every axis: pad it, "
+            "torch.nested.to_padded_tensor(x, 0.0), and give the model a mask, or take an optimizer whose metric is "
+            "that of the gradients (Natural, Muon, SOAP, Shampoo, BatchGradient())"
+        )
 
 
 def map_tensors(x: Inputs, function: Callable[[Tensor], Any]) -> Inputs:

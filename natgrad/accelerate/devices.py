@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from natgrad.errors import IncompatibleError
+
 
 def is_asynchronous(device: torch.device) -> bool:
     """Whether kernels run behind the host's back, so that reading a value makes the host wait (a GPU)."""
@@ -52,6 +54,17 @@ def in_shape_inference() -> bool:
 def in_backward() -> bool:
     """Whether a backward pass is running: a forward pass inside it is a recomputation (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def refuse_compiled_backward() -> None:
+    """Refuse a backward pass of compiled autograd, whose hooks run outside of the pass."""
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if autograd is not None and (autograd.compiled_autograd_enabled or autograd.in_compiled_autograd_region):
+        raise IncompatibleError(
+            "this backward pass is compiled (torch._dynamo.config.compiled_autograd), and the metric waits for what "
+            "the loss sends into the outputs: call loss.backward() outside of compiled functions, or use a metric that "
+            "does not wait, Fisher(family) or BatchGradient()"
+        )
 
 
 def in_export() -> bool:

@@ -413,7 +413,14 @@ def in_training(
 
     One for the inputs alone (``torch.autograd.grad(y.sum(), x)``, for a gradient penalty) is not that of the loss.
     """
-    return lambda cotangent: hook(cotangent) if computes_gradient(params) else otherwise()
+    return partial(_in_training, params, hook, otherwise)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _in_training(
+    params: Sequence[Tensor], hook: Callable[[Any], None], otherwise: Callable[[], None], cotangent: Any
+) -> None:
+    hook(cotangent) if computes_gradient(params) else otherwise()
 
 
 def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:

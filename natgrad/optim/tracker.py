@@ -23,6 +23,7 @@ from natgrad.accelerate.devices import (
     in_export,
     in_shape_inference,
     in_transform,
+    refuse_compiled_backward,
     set_rng_state,
 )
 from natgrad.accelerate.modules import compiling, without_saved_tensor_hooks
@@ -39,6 +40,7 @@ from natgrad.model import (
     in_library_pass,
     is_compiled,
     library_pass,
+    refuse_nested,
     returned_tensors,
     side_by_side,
 )
@@ -658,6 +660,7 @@ class MetricTracker:
         self.batch = Batch(self.model, x, rng_state=state)
         if not due:
             return
+        refuse_nested(x, "the inputs")
         self._note_mode()
         if not self.structure.one_pass:
             self.model.check_separable()
@@ -787,6 +790,7 @@ class MetricTracker:
         number = next(self._numbers)
 
         def arrived(cotangents: Sequence[Tensor | None]) -> None:
+            refuse_compiled_backward()
             tracker = itself()
             if tracker is not None:
                 tracker.cotangents_arrived(number, cotangents)

@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.devices import refuse_compiled_backward
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
 from natgrad.pullback.layer import Block
@@ -37,6 +39,12 @@ def _outermost(receive: Callable[..., None]) -> Callable[..., None]:
             runs = False
 
     return hook
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _receive_eagerly(receive: Callable[..., None], *arrived: Any) -> None:
+    refuse_compiled_backward()
+    receive(*arrived)
 
 
 def stream_cotangents(
@@ -144,8 +152,8 @@ class BackwardHooks:
             for j, edge in enumerate(tape.uses[at].edges):
                 if edge is not None:
                     outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
-        receive = _outermost(self._receive)
-        self._handles = [node.register_prehook(partial(receive, of_node)) for node, of_node in outputs.items()]
+        hook = partial(_receive_eagerly, _outermost(self._receive))
+        self._handles = [node.register_prehook(partial(hook, of_node)) for node, of_node in outputs.items()]
         # Without the graph, which holds the hooks and with them this object.
         uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
         self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.temporaries import CHUNK_BYTES
 from natgrad.errors import BatchStatisticsError
-from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, map_tensors, refuse_nested, tensors_of
 from natgrad.pullback.layer import Block
 from natgrad.pullback.neighbours import number_examples
 from natgrad.pullback.rows import agree
@@ -30,7 +30,8 @@ def examples(x: Inputs, chunk: ExampleRange, n: int) -> Inputs:
 
 
 def check_inputs(model: Model, x: Inputs) -> None:
-    """Refuse an empty batch, and inputs that lie on another device than the parameters."""
+    """Refuse an empty batch, nested tensors, and inputs that lie on another device than the parameters."""
+    refuse_nested(x, "the inputs")
     for t in tensors_of(x):
         if t.ndim and t.shape[0] == 0:
             raise ValueError("the batch is empty: an input has no example on its first axis")

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook, without_hooks
 from natgrad.accelerate.vjp import pulled
 from natgrad.jet import Jet, homogeneous
-from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, refuse_nested, tensors_of
 from natgrad.pullback.batch_norm import NormMode, Statistics, shows_output, uses_batch
 from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
@@ -55,6 +55,15 @@ def apart(output: Any, given: Collection[Any]) -> Any:
     if below.isdisjoint(tops):
         return output
     return map_tensors(output, lambda t: t.clone() if t.grad_fn in below else t)
+
+
+def _constant(t: Tensor) -> Tensor:
+    """An argument of a layer as its rule gets it: sparse inputs have dense second moments."""
+    t = t.detach()
+    if t.layout is torch.strided and not t.is_nested:
+        return t
+    refuse_nested(t, "the inputs of a layer")
+    return t.to_dense()
 
 
 # Forward hooks.
@@ -256,7 +265,7 @@ class Recorder:
             return None
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the fast path of most layers
-                x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
+                x = _constant(args[0]) if isinstance(args[0], Tensor) else map_tensors(args[0], _constant)
                 call, half = Call((x,), {}, module.training), output.dtype is torch.float16
                 self.uses.append(Use(self._ruled(module), call, (edge_of(output),), (output.shape,), half))
             return None
@@ -264,7 +273,7 @@ class Recorder:
             return self._watch_jet(module, args, output)
         if not any(t.requires_grad for t in tensors_of(output)):
             return None
-        call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
+        call = Call(map_tensors(args, _constant), map_tensors(kwargs, _constant), module.training)
         if module in self._replayed:
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
             output, source = apart(output, given), source_of(args, kwargs)

@@ -1,6 +1,8 @@
 """Compiled models take the steps of the same model uncompiled, bit for bit, and nothing is compiled twice."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.errors import NatgradError
+from natgrad.errors import IncompatibleError, NatgradError
 from tests import oracle
 from tests.optim.tasks import seeded
 
@@ -189,3 +191,33 @@ def test_a_compiled_model_stays_compiled_in_a_closure() -> None:
     counters.clear()
     opt.step(closure)
     assert ran == [True]
+
+
+# Compiled backward passes.
+
+
+def _steps(make: Callable[[nn.Module], ng.NaturalGradient], compiled: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    opt = make(model)
+    for seed in range(2):
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        opt.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), torch.arange(6) % 2)
+        with torch._dynamo.compiled_autograd._enable(lambda graph: graph) if compiled else nullcontext():
+            loss.backward()
+        opt.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda m: ng.KFAC(m, ng.Fisher(ng.Categorical())), lambda m: ng.SOAP(m, lr=0.01)], ids=["fisher", "soap"]
+)
+def test_a_compiled_backward_pass_changes_no_step(make: Callable[[nn.Module], ng.NaturalGradient]) -> None:
+    torch.testing.assert_close(_steps(make, True), _steps(make, False), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("metric", [nn.CrossEntropyLoss(), ng.Empirical()], ids=["loss", "empirical"])
+def test_a_metric_that_waits_for_a_backward_pass_refuses_a_compiled_one(metric: Any) -> None:
+    with pytest.raises(IncompatibleError, match=r"pass is compiled .*compiled_autograd.*outside of compiled functions"):
+        _steps(lambda m: ng.KFAC(m, metric), True)

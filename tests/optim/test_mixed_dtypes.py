@@ -41,7 +41,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n 4]."""
-        z = torch.tanh(self.body(x.to(self.scale.dtype).to(self.body[0].weight.dtype))).to(self.scale.dtype)
+        z = torch.tanh(self.body(x.to(self.get_parameter("body.0.weight").dtype))).to(self.scale.dtype)
         return self.head(z * self.scale) * self.router(z).softmax(1)[:, :1]
 
 
