@@ -20,7 +20,7 @@ PRESETS: dict[str, Callable[..., ng.NaturalGradient]] = {"kfac": ng.KFAC, "ekfac
 # torch's own: the compiler looks at a tensor between two graphs, and loads what is deprecated
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 Called = tuple[nn.Module, Callable[[Tensor], Tensor]]  # what the optimizer is given, and what is called
 

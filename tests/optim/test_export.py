@@ -13,7 +13,7 @@ from tests.optim.tasks import seeded
 from tests.zoo import mlp
 
 # torch's own: what it loads is deprecated
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 WHERE: dict[str, Callable[[nn.Module], nn.Module]] = {
     "itself": lambda model: model,
     "inside": lambda model: nn.Sequential(model, nn.Softmax(dim=1)),

@@ -16,7 +16,7 @@ import natgrad as ng
 from tests.optim.tasks import seeded
 
 # torch's own: scripting is deprecated
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.")
 FISHER = ng.Fisher(ng.Categorical())
 WITHOUT = """
 import sys
