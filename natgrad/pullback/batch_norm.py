@@ -63,11 +63,12 @@ class Statistics:
         ``affine``: cotangents also come to the operation itself, and to its scale and shift, which the rule of the
         layer does without.
         """
+        before = self.frozen, self.affine  # a pass may run inside another
         self.frozen, self.affine = True, affine
         try:
             yield
         finally:
-            self.frozen = self.affine = False
+            self.frozen, self.affine = before
 
     def watch(self, norms: Mapping[str, nn.Module]) -> list[RemovableHandle]:
         """Hooks on those of these ``shows_output`` modules that use batch statistics now."""

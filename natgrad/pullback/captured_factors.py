@@ -28,7 +28,6 @@ from natgrad.pullback.layer_factors import (
     any_of,
     forgetting,
 )
-from natgrad.pullback.sharing import reached
 from natgrad.pullback.tape import Cotangents, Tape, Use
 
 
@@ -110,7 +109,8 @@ class CapturedKernels:
 
         if captured:
             tensors = [*self._called(late), *(t for at in at_uses for t in g.outer[at])]
-            addresses = tuple([mask.data_ptr() for mask in masks.values()])
+            visible = self.layers.visible.addresses if late and self.layers.visible is not None else ()
+            addresses = (*visible, *[mask.data_ptr() for mask in masks.values()])
             self.graphs.run(compute, tensors, [self.sink.weight], key, size=(self.layers.n, addresses))
         others = [b for b in numbers if b not in self._capturable]
         for b in forgetting(self.tape, self.layers.blocks, g, others):
@@ -121,8 +121,11 @@ class CapturedKernels:
     def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
         """Where a graph is to put which positions of these layers count, [n r]; not of those of which all do.
 
-        Cached for the sizes of the last pass. The first pass of a size fills them here.
+        Cached for the sizes of the last pass. The first pass of a size fills them here. Where cotangents do not tell,
+        there is none.
         """
+        if self.layers.gated:
+            return {}
 
         def fill() -> dict[int, Tensor]:
             masks = ((at, self._reached(b, g)) for at, b in enumerate(numbers))
@@ -134,8 +137,10 @@ class CapturedKernels:
     def _reached(self, b: int, g: Cotangents) -> Tensor | None:
         """Which positions of a layer count, [n r], on a GPU where graphs find it; None for all."""
         block = self.layers.blocks[b]
-        mask = reached(g.of(self.tape, block), block)
-        return None if mask is None else at_fixed_address(self.tape.memo, ("reached", block.names), mask)
+        mask = self.layers.there(block, g.of(self.tape, block))
+        if mask is None or self.layers.gated:
+            return mask
+        return at_fixed_address(self.tape.memo, ("reached", block.names), mask)
 
     def inputs_after(self) -> None:
         """A of the layers in ``after`` that are left when the backward pass has ended."""

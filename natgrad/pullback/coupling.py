@@ -62,10 +62,12 @@ class Weights:
         """Where captured kernels read."""
         return self.c.data_ptr()
 
-    def factors(self, a: Features, g: Features, block: Block, sharing: Sharing) -> tuple[Tensor, Moment]:
-        """S and A of a layer of one kind."""
+    def factors(
+        self, a: Features, g: Features, block: Block, sharing: Sharing, there: Tensor | None = None
+    ) -> tuple[Tensor, Moment]:
+        """S and A of a layer of one kind; ``there`` [n r]: the positions that count, None for all."""
         s = sharing.output_moment(sharing.outputs(g).scaled(self.c), block).total
-        shared = sharing.inputs(counted(a, g, block))
+        shared = sharing.inputs(counted(a, there))
         total = sharing.input_moment(shared.scaled(self.c), block).total
         return s.to(self.dtype), Moment(total.to(self.dtype), shared.count(self.c))
 
@@ -95,14 +97,16 @@ class Mixing:
         cached = ((key, t.data_ptr()) for key, t in self.memo.items() if isinstance(t, Tensor))
         return self.C.data_ptr(), self.L.data_ptr(), tuple(cached)
 
-    def factors(self, a: Features, g: Features, block: Block, sharing: Sharing) -> tuple[Tensor, Moment]:
-        """κS and A of a layer of one kind, from its inputs and its cotangents s J.
+    def factors(
+        self, a: Features, g: Features, block: Block, sharing: Sharing, there: Tensor | None = None
+    ) -> tuple[Tensor, Moment]:
+        """κS and A of a layer of one kind, from its inputs and its cotangents s J; ``there``: as in ``Weights``.
 
         A factor that the coupling makes zero (the inputs of a bias, centred) says nothing: a multiple of the identity
         with the trace that it has without a coupling is taken, which is what a bias has.
         """
         plain, coupled = self.traces(a, g) if self.matched else (None, None)
-        a, g = sharing.inputs(counted(a, g, block)), sharing.outputs(g)
+        a, g = sharing.inputs(counted(a, there)), sharing.outputs(g)
         before = [trace(x.squares().total).to(self.dtype) for x in (g, a)]
         s = sharing.output_moment(g.mixed(self.L), block).total.to(self.dtype)
         moment = sharing.input_moment(a.mixed(self.L), block)

@@ -22,8 +22,9 @@ from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.operation_layers import is_operation
-from natgrad.pullback.sharing import Sharing, reached
+from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Cotangents, Tape
+from natgrad.pullback.visible_positions import VisiblePositions, has_several, reached
 from natgrad.rules.base import Replayed
 from natgrad.rules.features import Features, Moment
 
@@ -88,23 +89,17 @@ class FactorMoments(FactorSink):
 
 
 def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
-    """The numbers of the layers with several positions, of which those count to which a cotangent comes."""
-
-    def has_several(block: Block) -> bool:
-        if block.rule is None or block.rule.pixels:
-            return False
-        return is_operation(block) or tape.positions(block) > block.shape[0]
-
+    """The numbers of the layers with several positions, of which those count that the loss sees."""
     key = "several", tuple([block.names for block in blocks])
-    return tape.cached(key, lambda: frozenset(b for b, block in enumerate(blocks) if has_several(block)))
+    return tape.cached(key, lambda: frozenset(b for b, block in enumerate(blocks) if has_several(tape, block)))
 
 
 @final
 class ReachedPositions:
-    """Masks of the positions that a cotangent has reached, layer by layer as the backward pass comes to them.
+    """Masks of the positions that the loss sees, layer by layer as the backward pass comes to them.
 
-    Layers that read the same tensor (query, key and value) count the same positions: those that a cotangent has reached
-    in at least one of these layers. (The query of a token that sees only one key has no cotangent, up to rounding.) So
+    Layers that read the same tensor (query, key and value) count the same positions: those that the loss sees in at
+    least one of these layers. (The query of a token that sees only one key has no cotangent, up to rounding.) So
     A of such layers is computed when all of them have their cotangents.
     """
 
@@ -171,7 +166,8 @@ class LayerFactors:
     Cotangents are those of the root s, and S is divided by n here. ``several``: the numbers of the layers in which some
     positions may not count (``several_positions``). ``weights`` [n]: 1 for examples that count, else 0; None if all
     count. ``relation``: what couples the n examples. ``of_mean``: the cotangents are those of a loss that is a mean
-    over the examples, 1/n of those of a root. ``inputs_only``: S is the identity.
+    over the examples, 1/n of those of a root. ``inputs_only``: S is the identity. ``visible``: the positions that
+    count; None where the cotangents alone tell, because those of the user's own backward pass come only once.
     """
 
     blocks: tuple[Block, ...]
@@ -184,6 +180,7 @@ class LayerFactors:
     nearest: NearestProduct | None = None
     of_mean: bool = False
     inputs_only: bool = False
+    visible: VisiblePositions | None = None
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -215,6 +212,15 @@ class LayerFactors:
         """All layers whose A depends on cotangents."""
         return self.after | self.together
 
+    @property
+    def gated(self) -> bool:
+        """Whether cotangents that are zero do not tell which positions count."""
+        return self.visible is not None and self.visible.gated
+
+    def there(self, kind: Block, g: Features) -> Tensor | None:
+        """Which positions of a layer of one kind count, [n r]; None for all."""
+        return reached(g, kind) if self.visible is None else self.visible.of(kind, g)
+
     def reached_positions(self, tape: Tape) -> ReachedPositions:
         """Of the layers ``after``, before any cotangent has come."""
         return ReachedPositions(tape, {b: self.blocks[b] for b in sorted(self.after)})
@@ -241,7 +247,8 @@ class LayerFactors:
             return
         if self.nearest is not None and self.nearest.fits(block):
             share = self.n**-2.0 if self.of_mean else 1.0
-            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing, share=share)
+            a, h = tape.inputs(block), g.of(tape, block)
+            of_s, of_a = self.nearest.factors(a, h, block, self.sharing, self.there(block, h), share=share)
             sink.put(b, "A", self._over_examples(of_a))
             sink.put(b, "S", self._over_examples(of_s))
             return
@@ -267,9 +274,10 @@ class LayerFactors:
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
         a, h = tape.inputs(kind), g.of(tape, kind)
+        there = self.there(kind, h)
         if self.relation is None:
-            return self._outputs(kind, h).total, self._input_moment(a, kind, reached(h, kind))
-        return self.relation.factors(a, h, kind, self.sharing)
+            return self._outputs(kind, h).total, self._input_moment(a, kind, there)
+        return self.relation.factors(a, h, kind, self.sharing, there)
 
     def _input_moment(self, a: Features, kind: Block, there: Tensor | None) -> Moment:
         return self.sharing.counted_moment(a, kind, there, self.weights).to(self.dtype)
@@ -299,7 +307,7 @@ class EagerKernels:
         """S of these layers, and A of the layers in ``after`` whose masks are now complete."""
         blocks = self.layers.blocks
         after = [b for b in numbers if b in self.layers.after]
-        self.reached_positions.update({b: reached(g.of(self.tape, blocks[b]), blocks[b]) for b in after})
+        self.reached_positions.update({b: self.layers.there(blocks[b], g.of(self.tape, blocks[b])) for b in after})
         for b in forgetting(self.tape, blocks, g, numbers):
             self.layers.put_outputs(b, self.tape, g, self.sink)
         if after:

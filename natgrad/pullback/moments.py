@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
@@ -29,8 +30,9 @@ from natgrad.pullback.layer_factors import (
 )
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Sharing, reached
+from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Cotangents, Tape
+from natgrad.pullback.visible_positions import VisiblePositions
 from natgrad.rules.features import Moment
 
 # All layers at once, chunk by chunk over examples and roots.
@@ -69,15 +71,17 @@ def second_moments(
     for examples, (tape, chunks) in pieces:
         leaves_out = pb.batch.target is not None and pb.metric.leaves_out
         weights = counted_examples(pb, pb.roots.at(examples)) if leaves_out else None
-        there: dict[int, Tensor | None] = {}  # of each layer, the positions to which a cotangent comes
+        visible = VisiblePositions(tape, kinds, partial(pb.roots.at, examples))
+        there: dict[int, Tensor | None] = {}  # of each layer, the positions that count
         for g in chunks:
             for b, kind in enumerate(kinds):
                 h = g.of(tape, kind)
+                mask = visible.of(kind, h)
                 if b not in there or there[b] is not None:
-                    there[b] = _either(reached(h, kind), there.get(b))
+                    there[b] = _either(mask, there.get(b))
                 if nearest is not None and b in fitted:
                     share = h.shape[0] / (pb.columns * pb.n)
-                    s, a = nearest.factors(tape.inputs(kind), h, kind, sharing, share=share)
+                    s, a = nearest.factors(tape.inputs(kind), h, kind, sharing, mask, share=share)
                     add(right, b, a.over(1))
                 else:
                     s = sharing.output_moment(sharing.outputs(h), kind)
@@ -187,6 +191,7 @@ def stream(
         weights,
         coupled_by(pb, tape),
         nearest,
+        visible=VisiblePositions(tape, blocks, lambda: s),
     )
     graphs = None if sink.address_key is None else pb.graph_cache
     kernels = kernels_of(graphs, layers, tape, sink, layers.reached_positions(tape))

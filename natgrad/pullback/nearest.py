@@ -78,14 +78,22 @@ class NearestProduct:
         return block.names in self.halves
 
     def factors(
-        self, a: Features, g: Features, block: Block, sharing: Sharing, *, share: float = 1.0
+        self,
+        a: Features,
+        g: Features,
+        block: Block,
+        sharing: Sharing,
+        there: Tensor | None = None,
+        *,
+        share: float = 1.0,
     ) -> tuple[Moment, Moment]:
         """Σ w g gᵀ and Σ v a aᵀ of a layer, w = aᵀA⁻¹a/i and v = Σ_k gᵀS⁻¹g/o; both are to be divided by N.
 
-        ``share``: what the cotangents are of all, by their sum of squares.
+        ``there`` [n r]: the positions that count, None for all. ``share``: what the cotangents are of all, by their sum
+        of squares.
         """
         left, right = self.halves[block.names]
-        a, g = sharing.inputs(counted(a, g, block)), sharing.outputs(g)
+        a, g = sharing.inputs(counted(a, there)), sharing.outputs(g)
         w = self._mean_lengths(a, right, 1.0)
         among = share * a.shape[-4] / _positive(a.count())  # a mean of a aᵀ is over N·R positions
         v = self._mean_lengths(g, left, among)

@@ -21,10 +21,10 @@ class Sharing:
         expand:  A = Σ_nr a aᵀ/(N·R),              S = Σ_kn Σ_r g gᵀ/N        (Grosse and Martens 2016)
         reduce:  A = Σ_n ā āᵀ/N, ā = mean_r a,     S = Σ_kn ĝ ĝᵀ/N, ĝ = Σ_r g (Eschenhagen et al. 2023)
 
-    Both are exact for one position, R = 1, up to the independence of a and g. Positions without a cotangent, and those
-    that a layer masks, count neither in the sum nor in N·R. Of a factor with more than ``largest`` rows, that of a bias
-    not counted, only the diagonal is formed. The second moment of one-hot inputs is kept diagonal too, also that of
-    their means.
+    Both are exact for one position, R = 1, up to the independence of a and g. Positions that the loss does not see, and
+    those that a layer masks, count neither in the sum nor in N·R. Of a factor with more than ``largest`` rows, that of
+    a bias not counted, only the diagonal is formed. The second moment of one-hot inputs is kept diagonal too, also that
+    of their means.
     """
 
     how: Literal["expand", "reduce"] = "expand"
@@ -49,10 +49,10 @@ class Sharing:
     def counted_moment(self, a: Features, block: Block, there: Tensor | None, weights: Tensor | None) -> Moment:
         """The sum of A, before it is divided by the count, from the inputs of a layer.
 
-        ``there`` [n r]: the positions that count (``reached``). ``weights`` [n]: 1 for examples that count, else 0.
+        ``there`` [n r]: the positions that count (``VisiblePositions``). ``weights`` [n]: 1 for examples that count.
         With "expand", ``there`` is enough: an example that does not count has no position that does.
         """
-        shared = self.inputs(a if there is None else a.only(there))
+        shared = self.inputs(counted(a, there))
         if weights is None or (there is not None and self.how == "expand"):
             return self.input_moment(shared, block)
         return self.input_moment(shared.scaled(weights), block).over(shared.count(weights))
@@ -62,26 +62,14 @@ class Sharing:
         return shared.squares() if self.only_diagonal(block)[1] else shared.moment()
 
     def marked_output_moment(self, g: Features, block: Block, there: Tensor) -> Moment:
-        """``output_moment`` from the cotangents of a layer. Writes the positions that count to ``there`` [n r]."""
+        """``output_moment`` from the cotangents of a layer. Writes where these are not all zero to ``there`` [n r]."""
         if self.how == "expand" and not self.only_diagonal(block)[1]:
             return g.marked_moment(there)
-        mask = reached(g, block)
+        mask = g.reached()
         there.fill_(True) if mask is None else there.copy_(mask)
         return self.output_moment(self.outputs(g), block)
 
 
-def reached(g: Features, block: Block) -> Tensor | None:
-    """The mask [n r] of the positions of a layer that count: those with a cotangent that is not zero. None if all do.
-
-    A padded token, an ignored label and a token that no head reads have a cotangent that is exactly zero. They add
-    nothing to G = Σ (Σ_r g aᵀ)(Σ_r g aᵀ)ᵀ, and so must add nothing to A: otherwise A would depend on the length that a
-    batch is padded to. Pixels all count, and so does the only position of an example.
-    """
-    assert block.rule is not None
-    return None if g.shape[-3] == 1 or block.rule.pixels else g.reached()
-
-
-def counted(a: Features, g: Features, block: Block) -> Features:
-    """The inputs of a layer at the positions that count."""
-    there = reached(g, block)
+def counted(a: Features, there: Tensor | None) -> Features:
+    """The inputs of a layer at the positions that count, [n r]; None for all."""
     return a if there is None else a.only(there)

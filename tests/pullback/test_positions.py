@@ -1,9 +1,11 @@
 """Positions that do not count: padding a batch further, or appending ignored labels, does not change the metric.
 
-A position to which no cotangent comes enters neither A nor its count, and adds nothing to S and G.
+A position that the loss does not see enters neither A nor its count, and adds nothing to S and G. One that it sees
+counts, also where a ReLU lets no cotangent come there.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from natgrad.accelerate import moments
 from natgrad.rules.features import Rows
 from natgrad.structures.base import Operator, Structure
 from tests.optim.tasks import seeded
-from tests.pulled import close, normal
+from tests.pulled import Rooted, close, normal
 
 LENGTHS = torch.tensor([5, 3, 4, 5, 2, 1])  # one key: its query has no cotangent, up to rounding
 CLASSES = torch.tensor([0, 2, 1, 1, 0, 2])
@@ -171,8 +173,6 @@ def test_a_is_the_mean_over_the_tokens_that_count(name: str) -> None:
             counted = mask.clone()
             if name == "first token" and layer in last:
                 counted[:, 1:] = False
-            if name == "sets" and layer == "each.0":
-                counted &= (model.get_submodule("each.0")(x) > 0).any(-1)  # and one whose units are all off
             a = a[counted]
         a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
         close(G.tensors()[f"{layer}.weight/A"][0], a.T @ a / len(a))
@@ -219,6 +219,134 @@ def test_padding_further_leaves_the_posterior_alone() -> None:
     model = made("sets")
     short, long = (ng.vi.Laplace(model, batch(model, t), FISHER, ng.Kronecker()) for t in (5, 13))
     same_tensors(short.operator, long.operator)
+
+
+# Units that are off.
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "in place": lambda h: F.relu(h.clone(), inplace=True),
+    "squared": lambda h: F.relu(h) ** 2,
+    "relu6": lambda h: F.relu6(40 * h),
+    "clamp": lambda h: h.clamp(0, 0.5),
+    "clamp below": lambda h: h.clamp(min=0),
+    "maximum": lambda h: torch.maximum(h, torch.zeros(())),
+    "threshold": lambda h: F.threshold(h, 0.1, 0.1),
+    "hardswish": lambda h: F.hardswish(20 * h) / 20,
+    "softshrink": F.softshrink,
+    "absolute": lambda h: F.relu(h) + F.relu(-h) if len(h) > 1 else h.abs(),
+}
+
+
+class Narrow(nn.Module):
+    """A set whose elements, and whose means, have few units, so that all of some are off."""
+
+    def __init__(self, activation: str = "relu") -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.head = (nn.Linear(i, o) for i, o in ((3, 2), (2, 2), (2, 2), (2, 3)))
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.activation(self.second(self.activation(self.first(x))))
+        return self.head(self.activation(self.third(masked_mean(h, mask))))
+
+
+def elements(t: int = 7) -> Batch:
+    mask = torch.arange(t) < LENGTHS[:, None]
+    return torch.where(mask.unsqueeze(-1), normal(6, 16, 3)[:, :t], normal(6, 16, 3, seed=1)[:, :t]), mask
+
+
+def narrow(activation: str = "relu") -> nn.Module:
+    return seeded(lambda: Narrow(activation), 8).double()
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_position_whose_units_are_off_counts_as_the_others(
+    activation: str, sharing: Literal["expand", "reduce"]
+) -> None:
+    """A is the mean over the elements of the sets, whatever their units do; without a mask over all of them."""
+    model, (x, mask) = narrow(activation), elements()
+    inputs: dict[str, Tensor] = {}
+    for name in ("first", "second"):
+        keep = lambda _, args, name=name: inputs.update({name: args[0].detach()})  # noqa: E731
+        model.get_submodule(name).register_forward_pre_hook(keep)
+    G = ng.Kronecker(sharing).estimate(ng.pullback(model, (x, mask), FISHER)).tensors()
+    for name, a in inputs.items():
+        a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+        rows = a[mask] if sharing == "expand" else masked_mean(a, mask)
+        close(G[f"{name}.weight/A"][0], rows.T @ rows / len(rows))
+
+
+def test_there_are_positions_whose_units_are_off() -> None:
+    """Elements behind a ReLU, and all elements of a set behind one after the mean."""
+    model, (x, mask) = narrow(), elements()
+    z: list[Tensor] = []
+    model.get_submodule("first").register_forward_hook(lambda *args: z.append(args[2]))
+    (g,) = torch.autograd.grad(model(x, mask).sum(), z[0])
+    off = mask & (g == 0).all(-1)
+    assert off.any()
+    assert (off == mask).all(1).any()
+    assert not off.all()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_padding_further_leaves_the_metric_alone_where_units_are_off(structure: Structure) -> None:
+    model = narrow()
+    short, long = (structure.estimate(ng.pullback(model, elements(t), FISHER)) for t in (5, 13))
+    same_tensors(short, long)
+    same_tensors(short, structure.estimate(ng.pullback(model, elements(13), FISHER, memory=2**12)))
+
+
+@pytest.mark.parametrize("preset", ["KFAC", "EKFAC", "KL", "Sobolev"])
+def test_padding_further_leaves_the_steps_alone_where_units_are_off(preset: str) -> None:
+    def trained(t: int) -> list[Tensor]:
+        model = narrow()
+        features = lambda x, mask: x[:, 0]  # noqa: E731
+        opt = (
+            ng.SobolevKFAC(model, FISHER, features=features, lr=0.1) if preset == "Sobolev" else PRESETS[preset](model)
+        )
+        x, mask = elements(t)
+        for _ in range(1 if preset == "EKFAC" else 2):
+            opt.zero_grad()
+            F.cross_entropy(model(x, mask), CLASSES).backward()
+            opt.step()
+        return [p.detach() for p in model.parameters()]
+
+    for short, long in zip(trained(5), trained(12), strict=True):
+        close(long, short, 1e-7 if preset == "Sobolev" else 1e-10)
+
+
+def test_batch_statistics_below_units_that_are_off_are_constants() -> None:
+    """Factors S of two columns of a root are the sums of those of each, also where one column comes by itself."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.norm, self.each, self.head = (
+                nn.Linear(3, 4),
+                nn.BatchNorm1d(4),
+                nn.Linear(4, 2),
+                nn.Linear(2, 3),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.below(x))
+            return self.head(F.relu(self.each(torch.stack([h, -h, 2 * h], 1))).mean(1))
+
+    x, s = normal(6, 3), normal(2, 6, 3, seed=1)
+    both, *single = [
+        ng.NaturalGradient(seeded(Normalised).double(), Rooted(root), structure=ng.Kronecker())
+        for root in (s, s[:1], s[1:])
+    ]
+    for opt in (both, *single):
+        opt.refresh(x)
+    expected = [opt.tracker.fresh.tensors() for opt in single if opt.tracker.fresh is not None]
+    assert both.tracker.fresh is not None
+    for key, S in both.tracker.fresh.tensors().items():
+        if key.endswith("/S"):
+            close(S, expected[0][key] + expected[1][key])
 
 
 # Ignored labels.
