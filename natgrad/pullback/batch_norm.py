@@ -55,6 +55,7 @@ class Statistics:
     def __init__(self) -> None:
         # Read by the backward pass, which may run in another thread.
         self.frozen = self.affine = False
+        self.pairs: list[str] = []  # the names of those that normalised two values a channel
 
     @contextmanager
     def constant(self, affine: bool = False) -> Iterator[None]:
@@ -72,17 +73,22 @@ class Statistics:
 
     def watch(self, norms: Mapping[str, nn.Module]) -> list[RemovableHandle]:
         """Hooks on those of these ``shows_output`` modules that use batch statistics now."""
-        in_use = [m for m in norms.values() if uses_batch(m)]
-        return [m.register_forward_hook(self._fork_output, prepend=True, with_kwargs=True) for m in in_use]
+        in_use = [(name, m) for name, m in norms.items() if uses_batch(m)]
+        hooks = [(m, partial(self._fork_output, _label(name, m))) for name, m in in_use]
+        return [m.register_forward_hook(hook, prepend=True, with_kwargs=True) for m, hook in hooks]
 
     def _fork_output(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor
+        self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor
     ) -> Tensor | None:
         layer = cast(_BatchNorm, module)
-        return self.fork(z, Call(args, kwargs).x, layer.weight, layer.eps) if z.requires_grad else None
+        return self.fork(label, z, Call(args, kwargs).x, layer.weight, layer.eps) if z.requires_grad else None
 
-    def fork(self, z: Tensor, x: Tensor, weight: Tensor | None, eps: float, moments: Moments | None = None) -> Tensor:
+    def fork(
+        self, label: str, z: Tensor, x: Tensor, weight: Tensor | None, eps: float, moments: Moments | None = None
+    ) -> Tensor:
         """z, the batch normalisation of x [n c *spatial], with both backward passes; ``moments``: not those of x."""
+        if moments is None and x.numel() == 2 * x.shape[1] and label not in self.pairs:
+            self.pairs.append(label)
         _, variance = moments or mean_and_variance(single(x.detach()), [axis for axis in range(x.ndim) if axis != 1])
         scale = (variance + eps).rsqrt()
         if weight is not None:
@@ -107,6 +113,10 @@ class Statistics:
     def _without_x(self, into: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
         """Of the backward pass of the operation (x, scale, shift): x has its cotangent from ``Fork``."""
         return (None, *into[1:]) if self.frozen else None
+
+
+def _label(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def shows_output(module: nn.Module) -> bool:
@@ -144,7 +154,7 @@ class NormMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._statistics, self._called, self._is_data = statistics, called, is_data
-        self._running: list[list[Any]] = []  # modules that run, with their names, and whether one has normalised
+        self._running: list[list[Any]] = []  # modules that run, their labels, and whether one has normalised
         self._pending: Callable[[], None] | None = None
         self._shown: dict[Any, Callable[..., Tensor]] = {
             nn.functional.batch_norm: self._function,
@@ -154,9 +164,10 @@ class NormMode(TorchFunctionMode):
         self._unknown: list[str] = []
         self.handles: list[RemovableHandle] = []
         for name, module in norms.items():
-            label = f"{name or 'the model'} ({type(module).__name__})"
-            self.handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
-            self.handles.append(module.register_forward_hook(partial(self._end, label), prepend=True))
+            self.handles.append(
+                module.register_forward_pre_hook(partial(self._begin, _label(name, module)), prepend=True)
+            )
+            self.handles.append(module.register_forward_hook(self._end, prepend=True))
 
     def enter(self) -> None:
         """As ``with`` does, for those who begin in one hook and end in another."""
@@ -180,12 +191,12 @@ class NormMode(TorchFunctionMode):
             return self._shown[func](out, *args, **(kwargs or {}))
         return out
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._running.append([module, False])
+    def _begin(self, label: str, module: nn.Module, args: Any) -> None:
+        self._running.append([module, label, False])
 
-    def _end(self, label: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._settle()
-        _, normalised = self._running.pop()
+        _, label, normalised = self._running.pop()
         if not normalised and uses_batch(module) and isinstance(output, Tensor) and output.requires_grad:
             self._unknown.append(label)
 
@@ -220,7 +231,7 @@ class NormMode(TorchFunctionMode):
         """Of ``torch``."""
         moments = None
         if self._running:
-            self._running[-1][1] = True
+            self._running[-1][2] = True
         if not z.requires_grad:
             return z
         if not training:
@@ -228,7 +239,8 @@ class NormMode(TorchFunctionMode):
             assert running_var is not None
             moments = running_mean, running_var
         elif self._running or (self._is_data is not None and len(input) > 1 and self._is_data(input)):
-            z = self._statistics.fork(z, input, weight, eps)
+            label = self._running[-1][1] if self._running else "a call of torch.nn.functional.batch_norm"
+            z = self._statistics.fork(label, z, input, weight, eps)
         self._tell(z, input, weight, moments, training)
         return z
 
@@ -238,13 +250,14 @@ class NormMode(TorchFunctionMode):
         """Inside of a function with its own backward pass: z has no graph before that has returned."""
         moments = mean, invstd.square().reciprocal() - eps
         if self._running:
-            self._running[-1][1] = True
+            self._running[-1][2] = True
 
         def settle() -> None:
             if z.grad_fn is not None:
                 # Its backward pass talks to the other processes, which need not be in theirs.
                 divert(z.grad_fn, partial(self._statistics.synchronised, input.detach(), mean, invstd))
-                self._tell(self._statistics.fork(z, input, weight, eps, moments), input, weight, moments, True)
+                forked = self._statistics.fork("", z, input, weight, eps, moments)
+                self._tell(forked, input, weight, moments, True)
 
         self._pending = settle
         return z

@@ -589,8 +589,9 @@ _MIXED = (
     "belong to no example"
 )
 _FUNCTION = (
-    "are behind a function (weight_norm, spectral_norm, a merged LoRA, a stack that @ broadcasts): they have a "
-    "diagonal in place of Kronecker factors. Multiply by the parameters themselves, for stacks by einsum, to have them."
+    "are behind a function (weight_norm, spectral_norm, a merged LoRA, learned queries that layers read, a stack "
+    "that @ broadcasts): they have a diagonal in place of Kronecker factors. Multiply by the parameters themselves, "
+    "for stacks by einsum, to have them."
 )
 _LAYOUTS = (
     "are used by products and entry by entry, or by products in different layouts: they have a diagonal in place of "

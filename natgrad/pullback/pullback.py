@@ -509,6 +509,11 @@ _FLATTENED = (
 )
 _WITHOUT = "{} have no layer rule and are differentiated example by example, which is slow: {}."
 _LEFT = "{} have no layer rule, and AdamW steps them: {}."
+_PAIRS = (
+    "%s: a batch normalisation of two values a channel makes them ±1, whatever they are, and the layers before it, "
+    "which have hardly a gradient, and a large metric, stay where they are: use larger batches or nn.GroupNorm, or put "
+    "the module into evaluation mode"
+)
 
 
 class OperationsNeededError(Exception):
@@ -681,6 +686,8 @@ class Observer:
             batch = replace(batch, target=unflattened)
         if not self.deferred:
             check_outputs(self.model, batch.x, y)
+        if tape.statistics.pairs:
+            self.logger.log_once(logging.WARNING, _PAIRS, listed(tape.statistics.pairs))
         # What the first range does not use, another may.
         whole = ranges[-1][1] == y.shape[0] == tape.y.shape[0]
         layers = self._layers(tape, whole)

@@ -272,3 +272,40 @@ def test_a_module_that_normalises_by_itself_is_refused_once_its_pass_is_over() -
         model(normal(5, 2, 4, 4))
     opt.zero_grad()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if m is not model)
+
+
+# Two values a channel.
+
+
+class Pooled(nn.Module):
+    """An image that is pooled to so many pixels, and normalised."""
+
+    def __init__(self, norm: nn.Module, pixels: int) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Conv2d(2, 4, 2), norm, nn.Linear(4 * pixels, 2)
+        self.pool = nn.AdaptiveAvgPool2d((pixels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 2 5 5] to [n 2]."""
+        return self.head(self.norm(self.pool(self.body(x))).flatten(1))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, Activated])
+def test_statistics_of_two_values_are_told_once_with_their_module(
+    kind: type[nn.BatchNorm2d], caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(n: int, pixels: int, *, training: bool = True) -> list[str]:
+        model = Pooled(kind(4).train(training), pixels).double()
+        model.norm.train(training)
+        opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
+        caplog.clear()
+        for seed in range(2):
+            opt.zero_grad()
+            model(normal(n, 2, 5, 5, seed=seed)).square().sum().backward()
+            opt.step()
+        return [record.getMessage() for record in caplog.records if "two values" in record.getMessage()]
+
+    (message,) = told(2, 1)
+    assert message.startswith(f"norm ({kind.__name__}): a batch normalisation of two values a channel makes them ±1")
+    assert "nn.GroupNorm, or put the module into evaluation mode" in message
+    assert told(3, 1) == told(2, 2) == told(2, 1, training=False) == []
