@@ -186,7 +186,14 @@ class Laplace:
         """
         if self._inverse is None:
             G = self._spectrum.diagonalised if isinstance(self.solver, Cholesky) else self.operator
-            self._inverse = self.solver.init(G, self.prior_precision / self._count)
+            try:
+                self._inverse = self.solver.init(G, self.prior_precision / self._count)
+            except SingularMetricError as error:
+                double = "" if G.layout.dtype == torch.float64 else "model.double() and inputs in double precision, or "
+                raise SingularMetricError(
+                    f"a prior precision of {self.prior_precision:g} is lost in the rounding of N·G: give {double}a "
+                    f"larger prior_precision, or use Kronecker(). In detail: {error}"
+                ) from error
         return self._inverse
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:

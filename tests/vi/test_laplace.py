@@ -699,6 +699,11 @@ def _of(**options: Any) -> Callable[[], ng.vi.Laplace]:
     return make
 
 
+def _lost(dtype: torch.dtype) -> Callable[[], Any]:
+    x = torch.full((7, 3), 1e5, dtype=dtype)
+    return lambda: ng.vi.Laplace(nn.Linear(3, 2).to(dtype), x, ng.Euclidean(), prior_precision=1e-9).sample(1)
+
+
 def _loader(*tensors: Tensor) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*tensors), batch_size=2)
 
@@ -719,6 +724,16 @@ ONES = torch.ones(2, 3, dtype=DOUBLE)
             lambda: _of(structure=ng.LowRank(2), prior_precision=ONE)().log_marginal_likelihood(0.0),
             ng.errors.IncompatibleError,
             "a prior precision that requires a gradient does not work with LowRankOperator",
+        ),
+        (
+            _lost(torch.float32),
+            ng.errors.SingularMetricError,
+            r"1e-09 is lost in .* give model.double\(\) and inputs in",
+        ),
+        (
+            _lost(DOUBLE),
+            ng.errors.SingularMetricError,
+            r"1e-09 is lost in the rounding of N·G: give a larger prior_prec",
         ),
         (lambda: _of()().sample(0), ValueError, r"needs a count ≥ 1, got 0"),
         (_of(metric=ng.Sobolev()), ng.errors.IncompatibleError, "it couples the examples, so it is not the Hessian"),
