@@ -198,8 +198,10 @@ class NaturalGradient(torch.optim.Optimizer):
             if rules:
                 raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
             blocks = structure.gradient_blocks(blocks)
-        elif metric.source == "backward":
-            schedule.structure.check_backward()
+        else:
+            schedule.structure.check_pulled_back()
+            if metric.source == "backward":
+                schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
         self.rule, self.momentum_on, self.nesterov = step, momentum_on, nesterov
         scale_free = isinstance(step, Normalised | Polar)

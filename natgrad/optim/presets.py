@@ -323,10 +323,10 @@ def Natural(
     lr·rms (``Normalised``): both together are ``ng.Shampoo``, which has other defaults. A ``metric``, or a loss
     (``ng.metric_of``), replaces the second moment of the gradients: ``ng.Fisher(family, samples=1)`` and a loss have
     the factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
-    backward pass. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence (``Kronecker``). The metric is estimated
-    every ``metric_every`` steps. Its powers are computed every ``inverse_every`` steps (default: 1, and 25 with
-    ``factors="whole"``) and (``early``) in the steps 1, 2, 4,
-    … before. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
+    backward pass. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence to the second moment of the gradients
+    (``Kronecker``). The metric is estimated every ``metric_every`` steps. Its powers are computed every
+    ``inverse_every`` steps (default: 1, and 25 with ``factors="whole"``) and (``early``) in the steps 1, 2, 4, …
+    before. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn

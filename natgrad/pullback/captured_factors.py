@@ -348,7 +348,6 @@ class CapturedKernels:
             self.layers.inputs_only,
             None if self.layers.weights is None else self.layers.weights.data_ptr(),
             None if self.layers.relation is None else self.layers.relation.address_key,
-            None if self.layers.nearest is None else self.layers.nearest.address_key,
             names if len(numbers) == len(names) else tuple([names[b] for b in numbers]),
             tuple([use.call.training for use in uses]),
             tuple([t.data_ptr() for t in buffers]),

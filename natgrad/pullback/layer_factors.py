@@ -20,7 +20,6 @@ from torch import Tensor
 from natgrad.accelerate.replay import Scalar
 from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
-from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Cotangents, Tape
@@ -177,7 +176,6 @@ class LayerFactors:
     several: frozenset[int]
     weights: Tensor | None = None
     relation: Mixing | Weights | None = None
-    nearest: NearestProduct | None = None
     of_mean: bool = False
     inputs_only: bool = False
     visible: VisiblePositions | None = None
@@ -189,9 +187,9 @@ class LayerFactors:
 
     @cached_property
     def together(self) -> frozenset[int]:
-        """The layers whose A and S are computed together, because one factor scales or weighs the other.
+        """The layers whose A and S are computed together, because one factor scales the other.
 
-        These are tied weights, factors that are fitted in KL divergence, stacks of experts and, with a coupling, all.
+        These are tied weights, stacks of experts and, with a coupling, all.
         """
         if self.inputs_only:
             return frozenset()
@@ -199,8 +197,7 @@ class LayerFactors:
             return frozenset(range(len(self.blocks)))
         stacked = [b for b in self.several if (rule := self.blocks[b].rule) is not None and rule.stacked]
         tied = [b for b, block in enumerate(self.blocks) if block.facets]
-        fitted = [] if self.nearest is None else [b for b, block in enumerate(self.blocks) if self.nearest.fits(block)]
-        return frozenset([*stacked, *tied, *fitted])
+        return frozenset([*stacked, *tied])
 
     @cached_property
     def after(self) -> frozenset[int]:
@@ -244,13 +241,6 @@ class LayerFactors:
         block = self.blocks[b]
         if b not in self.together:
             sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block), there)))
-            return
-        if self.nearest is not None and self.nearest.fits(block):
-            share = self.n**-2.0 if self.of_mean else 1.0
-            a, h = tape.inputs(block), g.of(tape, block)
-            of_s, of_a = self.nearest.factors(a, h, block, self.sharing, self.there(block, h), share=share)
-            sink.put(b, "A", self._over_examples(of_a))
-            sink.put(b, "S", self._over_examples(of_s))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:

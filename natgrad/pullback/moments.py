@@ -28,7 +28,6 @@ from natgrad.pullback.layer_factors import (
     any_of,
     several_positions,
 )
-from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Cotangents, Tape
@@ -53,14 +52,12 @@ def second_moments(
     layers: Sequence[Block],
     sharing: Sharing,
     watch: Watch | None = None,
-    nearest: NearestProduct | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``layers``, which have rules, summed over the parts of the batch that fit into memory.
 
     ``watch`` is called with the cotangents too.
     """
     kinds = [kind for block in layers for kind in block.kinds]
-    fitted = frozenset(b for b, kind in enumerate(kinds) if nearest is not None and nearest.fits(kind))
     left: dict[int, Moment] = {}
     right: dict[int, Moment] = {}
 
@@ -79,24 +76,16 @@ def second_moments(
                 mask = visible.of(kind, h)
                 if b not in there or there[b] is not None:
                     there[b] = _either(mask, there.get(b))
-                if nearest is not None and b in fitted:
-                    share = h.shape[0] / (pb.columns * pb.n)
-                    s, a = nearest.factors(tape.inputs(kind), h, kind, sharing, mask, share=share)
-                    add(right, b, a.over(1))
-                else:
-                    s = sharing.output_moment(sharing.outputs(h), kind)
-                add(left, b, s)
+                add(left, b, sharing.output_moment(sharing.outputs(h), kind))
             if watch is not None:
                 watch(tape, g)
         positions = ReachedPositions(tape, {b: kinds[b] for b in there})
         positions.update(there)
         shared = positions.take(whole=False)
         for b, kind in enumerate(kinds):
-            if b not in fitted:
-                add(right, b, sharing.counted_moment(tape.inputs(kind), kind, any_of(shared[b]), weights))
+            add(right, b, sharing.counted_moment(tape.inputs(kind), kind, any_of(shared[b]), weights))
     dtype = pb.y.dtype
-    means = [right[b].total if b in fitted else right[b].mean() for b in range(len(kinds))]
-    pairs = iter([(left[b].total.to(dtype), a.to(dtype)) for b, a in enumerate(means)])
+    pairs = iter([(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(kinds))])
     return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
 
 
@@ -144,13 +133,12 @@ def factors_of(
     pb: Pullback,
     blocks: Sequence[Block],
     sharing: Sharing,
-    nearest: NearestProduct | None = None,
     *,
     inputs_only: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``blocks``, which have rules."""
     sink = FactorList()
-    stream(pb, blocks, sharing, sink, nearest, inputs_only=inputs_only)
+    stream(pb, blocks, sharing, sink, inputs_only=inputs_only)
     return sink.pairs()
 
 
@@ -159,21 +147,20 @@ def stream(
     blocks: Sequence[Block],
     sharing: Sharing,
     sink: FactorSink,
-    nearest: NearestProduct | None = None,
     *,
     inputs_only: bool = False,
 ) -> None:
     """S and A of every layer in ``blocks``, which have rules, into the sink.
 
     Inputs come first, while there are no cotangents. Cotangents are used inside the backward pass, where they arrive.
-    ``nearest``: the layers that it fits have its factors in place of means. ``inputs_only``: S is the identity.
+    ``inputs_only``: S is the identity.
     """
     if inputs_only:
         stream_inputs(pb, blocks, sharing, sink)
     if not blocks or inputs_only:
         return
     if pb.coupling is None and not whole(pb):
-        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing, nearest=nearest)):
+        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
             sink.put(b, "A", Moment(a, 1))
             sink.put(b, "S", Moment(s, 1))
         sink.flush()
@@ -190,7 +177,6 @@ def stream(
         several_positions(tape, blocks),
         weights,
         coupled_by(pb, tape),
-        nearest,
         visible=VisiblePositions(tape, blocks, lambda: s),
     )
     graphs = None if sink.address_key is None else pb.graph_cache

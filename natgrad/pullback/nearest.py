@@ -1,13 +1,13 @@
-"""The Kronecker product S ⊗ A that is nearest in KL divergence, one step of its fixed point (Lin et al. 2025).
+"""The Kronecker product S ⊗ A that is nearest in KL divergence to the second moment of gradients, one step of its fixed
+point (Lin et al. 2025).
 
-KL(N(0, G) ‖ N(0, S ⊗ A)), with G = E[(g ⊗ a)(g ⊗ a)ᵀ] over examples and their positions, is least where
+KL(N(0, G) ‖ N(0, S ⊗ A)), with G = E[vec(∇) vec(∇)ᵀ] of matrices ∇ [o i], is least where
 
-    S = E[g gᵀ · aᵀA⁻¹a]/i,   A = E[a aᵀ · gᵀS⁻¹g]/o.
+    S = E[∇ A⁻¹ ∇ᵀ]/i,   A = E[∇ᵀ S⁻¹ ∇]/o.
 
-A step takes the inverses of the last refresh, as roots: aᵀA⁻¹a = ‖A^-½ a‖². These are damped, and scaled so that
-‖A^-½ a‖² is i in the mean. Then a and g that are independent have the means E[g gᵀ] and E[a aᵀ], and the scale of S ⊗ A
-does not move from one factor into the other. For matrices W [o i *k] of which only the gradients G_k are known,
-E[g gᵀ · aᵀA⁻¹a] is Σ_k G_k A⁻¹ G_kᵀ (``natgrad.pullback.gradient``).
+A step takes the inverses of the last refresh, as roots: ∇A⁻¹∇ᵀ is the square of ∇A^-½ (``natgrad.pullback.gradient``).
+The roots are damped, and scaled so that tr(A A⁻¹) is i. Then the scale of S ⊗ A does not move from one factor into the
+other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from torch import Tensor
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import SymFactor, diagonal, stacked
 from natgrad.pullback.layer import Block
-from natgrad.pullback.sharing import Sharing, counted
-from natgrad.rules.features import Features, Moment
 
 
 @final
@@ -58,14 +56,14 @@ class RootCheck:
 @final
 @dataclass(frozen=True)
 class NearestProduct:
-    """The step of the fixed point for layers that have an inverse; the others have the means of both sides.
+    """The roots for layers that have an inverse; the others have the means of both sides.
 
-    A factor whose inverse is zero (inputs that were always zero) does not weigh: the other one is a mean. So it keeps
-    its scale, where the fixed point would lose it. ``positive``: it is known that there is none, and nothing is asked.
+    A factor whose inverse is zero (of gradients that were always zero) does not weigh: the other one is a mean. So it
+    keeps its scale, where the fixed point would lose it. ``positive``: it is known that there is none, and nothing is
+    asked.
     """
 
     halves: Mapping[tuple[str, ...], tuple[SymFactor, SymFactor]]  # S^-½ and A^-½ by the parameters of a layer
-    dtype: torch.dtype  # of the factors
     positive: bool = False
 
     @cached_property
@@ -77,29 +75,6 @@ class NearestProduct:
         """Whether there is an inverse of this layer."""
         return block.names in self.halves
 
-    def factors(
-        self,
-        a: Features,
-        g: Features,
-        block: Block,
-        sharing: Sharing,
-        there: Tensor | None = None,
-        *,
-        share: float = 1.0,
-    ) -> tuple[Moment, Moment]:
-        """Σ w g gᵀ and Σ v a aᵀ of a layer, w = aᵀA⁻¹a/i and v = Σ_k gᵀS⁻¹g/o; both are to be divided by N.
-
-        ``there`` [n r]: the positions that count, None for all. ``share``: what the cotangents are of all, by their sum
-        of squares.
-        """
-        left, right = self.halves[block.names]
-        a, g = sharing.inputs(counted(a, there)), sharing.outputs(g)
-        w = self._mean_lengths(a, right, 1.0)
-        among = share * a.shape[-4] / _positive(a.count())  # a mean of a aᵀ is over N·R positions
-        v = self._mean_lengths(g, left, among)
-        S = sharing.output_moment(g.weighed(w), block).to(self.dtype)
-        return S, sharing.input_moment(a.weighed(v), block).to(self.dtype)
-
     def roots(self, blocks: Sequence[Block], otherwise: Callable[[], Tensor]) -> tuple[SymFactor, SymFactor]:
         """S^-½ and A^-½ [b d d] of layers of one shape; a multiple [b] of the identity where a root is zero."""
         left, right = map(stacked, zip(*(self.halves[block.names] for block in blocks), strict=True))
@@ -108,20 +83,8 @@ class NearestProduct:
         number = otherwise()
         return _alive(left, number), _alive(right, number)
 
-    def _mean_lengths(self, x: Features, root: SymFactor, otherwise: float | Tensor) -> Tensor:
-        """‖Rx‖²/d [n r c], or another number where R is zero."""
-        lengths = x.lengths(root) / root.shape[-1]
-        if self.positive:
-            return lengths
-        number = otherwise.to(lengths) if isinstance(otherwise, Tensor) else otherwise
-        return torch.where(diagonal(root).sum(-1) > 0, lengths, number)
-
 
 def _alive(root: SymFactor, otherwise: Tensor) -> SymFactor:
     on_diagonal = diagonal(root)
     more = torch.where(on_diagonal.sum(1) > 0, 0.0, otherwise.to(root.dtype)).unsqueeze(1).expand_as(on_diagonal)
     return root + (torch.diag_embed(more) if root.ndim == 3 else more)
-
-
-def _positive(count: int | Tensor) -> int | Tensor:
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -201,20 +201,6 @@ class Features(ABC):
         """x·w [*k n r p] for w [d p], where there is one group."""
         return self.dense().squeeze(-2).to(w.dtype) @ w
 
-    def lengths(self, root: Tensor) -> Tensor:
-        """Σ_k ‖Rx‖² [n r c] of every position, for R [c d d] or its diagonal [c d], some examples at a time."""
-        return torch.cat([piece._lengths(root) for piece in self._pieces()])
-
-    def _lengths(self, root: Tensor) -> Tensor:
-        if root.ndim == 2:
-            y = self.dense().to(root.dtype) * root
-        elif self.shape[-2] == 1:
-            y = self.project(root[0].mT).unsqueeze(-2)
-        else:
-            y = torch.einsum("...ci,cji->...cj", self.dense().to(root.dtype), root)
-        squares = torch.linalg.vector_norm(y, dim=-1).square()
-        return squares if squares.ndim == 3 else squares.sum(0)
-
     def weighed(self, weights: Tensor) -> Features:
         """√w x for w [n r c]: positions that count w times."""
         return Weighed(self, weights)
@@ -379,9 +365,6 @@ class Counted(Features):
     def project(self, w: Tensor) -> Tensor:
         return self.base.project(w) * self._weights.to(w.dtype)
 
-    def lengths(self, root: Tensor) -> Tensor:
-        return self.base.lengths(root) * self._weights.to(root.dtype)
-
     def weighed(self, weights: Tensor) -> Features:
         return self.base.weighed(weights * self._weights.to(weights.dtype))
 
@@ -429,9 +412,6 @@ class Rows(Features):
         d = self.x.shape[-1]
         out = self.x.to(w.dtype) @ w[:d]
         return out if self.ones is False else out + _column(self.ones, out, -3) * w[d]
-
-    def _lengths(self, root: Tensor) -> Tensor:
-        return super()._lengths(root if root.ndim == 3 else torch.diag_embed(root))
 
     def weighed(self, weights: Tensor) -> Features:
         """Positions become examples, so that each has its own homogeneous coordinate √w."""
@@ -728,9 +708,6 @@ class Joined(Features):
 
     def scaled(self, weights: Tensor) -> Features:
         return Joined(tuple(use.scaled(weights) for use in self.uses))
-
-    def lengths(self, root: Tensor) -> Tensor:
-        return torch.cat([use.lengths(root) for use in self.uses], dim=1)
 
     def weighed(self, weights: Tensor) -> Features:
         each = weights.split([use.shape[-3] for use in self.uses], dim=1)

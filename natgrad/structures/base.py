@@ -169,6 +169,10 @@ class Structure(ABC):
         """The moving average (1 − w) Ḡ + w g gᵀ. In a captured step w is a tensor []."""
         return average.merged(self.of_gradient(sample, average), float(weight))
 
+    def check_pulled_back(self) -> None:
+        """Refuse where this structure is for gradients alone. Most are for every metric."""
+        return
+
     # The cotangents of the user's backward pass (``Empirical()``).
 
     def check_backward(self) -> None:

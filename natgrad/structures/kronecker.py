@@ -101,17 +101,16 @@ class Kronecker(Layered):
     ``bias="separate"`` weight and bias are two layers. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the
     metric is G^p = S^p ⊗ A^p. On a GPU ``Factored`` computes the powers by matrix products, in float64 by eigenvalues.
 
-    ``fit``: "mean" takes the mean of each side, as above. "kl" takes the product that is nearest in KL divergence,
+    ``fit``: "mean" takes the mean of each side, as above. "kl" is for ``BatchGradient()``, the second moment of the
+    gradients ∇ of matrices, and takes the product that is nearest to it in KL divergence,
 
-        S ← E[g gᵀ · aᵀA⁻¹a]/i,   A ← E[a aᵀ · gᵀS⁻¹g]/o        (Lin et al. 2025)
+        S ← E[∇ A⁻¹ ∇ᵀ]/i,   A ← E[∇ᵀ S⁻¹ ∇]/o        (Lin et al. 2025)
 
     with the last inverses; before the first inversion it is the mean. Repeated with moving averages, this converges to
     the fixed point at which the divergence KL(N(0, G) ‖ N(0, S ⊗ A)) is least. The inverses are damped, and i and o are
     replaced by tr A(A + λ_A)⁻¹ and tr S(S + λ_S)⁻¹: otherwise S would grow and A shrink without bound, or the other way
     round. Noise can move scale from one factor to the other; every inversion undoes this by a power of two that does
-    not change S ⊗ A. If a and g are independent, the result is the product of the means, whatever the damping. A factor
-    that is zero does not weight the other one. A weight that is tied to another kind of layer, and a stack of experts,
-    keep the means of both sides.
+    not change S ⊗ A. A factor that is zero does not weight the other one.
 
     With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
     the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
@@ -182,10 +181,9 @@ class Kronecker(Layered):
         shapes = self.shapes(block)
         sides, factors = SidesCost.of(block, shapes), dict(zip("SA", shapes, strict=True))
         if not exact:
-            fitted = self.fit == "kl"  # whose roots are kept too; every row is multiplied by one before it is squared
-            numbers, position = (3, 3) if fitted else (2, 1)
-            invert = self._root_cost(block) if fitted or self.power < 1 else sides.cubes
-            return Cost(numbers * sides.numbers, invert, sides.solve, position * sides.numbers, factors)
+            numbers = 3 if self.fit == "kl" else 2  # whose roots are kept too
+            invert = self._root_cost(block) if self.fit == "kl" or self.power < 1 else sides.cubes
+            return Cost(numbers * sides.numbers, invert, sides.solve, sides.numbers, factors)
         numbers = sides.numbers + sides.rotations + block.size
         return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
@@ -199,9 +197,9 @@ class Kronecker(Layered):
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
+        self.check_pulled_back()
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        nearest = self.nearest(like, pullback)
-        estimates = factors_of(pullback, split.used, self.sharing_rule, nearest, inputs_only=self._inputs_only)
+        estimates = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -211,20 +209,21 @@ class Kronecker(Layered):
             self.fallback_estimate(split),
             split.unseen,
             power=self.power,
-            fit=self.fit,
-            halves=_halves_of(like),
         )
 
-    def nearest(self, average: Operator | None, pullback: Pullback | None = None) -> NearestProduct | None:
+    def check_pulled_back(self) -> None:
+        if self.fit == "kl":
+            raise IncompatibleError(
+                'Kronecker(fit="kl") is fitted to the gradients of matrices, and does not work with a metric on the '
+                'outputs: use it with BatchGradient(), or fit="mean"'
+            )
+
+    def nearest(self, average: Operator | None) -> NearestProduct | None:
         """The fit in KL divergence with the inverses that the average has."""
         if self.fit == "mean":
             return None
-        if pullback is not None and pullback.coupled is not None:
-            raise IncompatibleError(
-                'Kronecker(fit="kl") weighs every example by itself, and this metric couples them: use fit="mean"'
-            )
         if not isinstance(average, KroneckerOperator):
-            return NearestProduct({}, torch.float32)
+            return NearestProduct({})
         unasked, asked = average.nearest
         return unasked if average.root_check else asked
 
@@ -238,8 +237,7 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        nearest, inputs_only = self.nearest(average, pullback), self._inputs_only
-        stream(pullback, split.used, self.sharing_rule, sink, nearest, inputs_only=inputs_only)
+        stream(pullback, split.used, self.sharing_rule, sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
@@ -337,11 +335,8 @@ class KroneckerInBackward(BackwardEstimate):
         self._weight = 1.0
         tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
-        nearest, dtype = structure.nearest(average, pullback), pullback.y.dtype
-        several = several_positions(tape, split.used)
-        layers = LayerFactors(
-            tuple(split.used), structure.sharing_rule, dtype, pullback.n, several, nearest=nearest, of_mean=of_mean
-        )
+        dtype, several = pullback.y.dtype, several_positions(tape, split.used)
+        layers = LayerFactors(tuple(split.used), structure.sharing_rule, dtype, pullback.n, several, of_mean=of_mean)
         self._hooks = BackwardHooks(tape, split.used, self._consume)
         # A pass keeps masks at fixed addresses until ``finish``: micro-batches of one step have memory of their own.
         self._turns: set[int] = tape.memo.setdefault("turns", set())
@@ -416,8 +411,6 @@ class KroneckerInBackward(BackwardEstimate):
             fallback,
             unseen,
             power=self._structure.power,
-            fit=self._structure.fit,
-            halves=_halves_of(self._average),
         )
 
     def _split_like(self, like: Operator | None) -> LayerSplit:
@@ -476,7 +469,7 @@ class KroneckerOperator(LayerOperator):
         """The fit in KL divergence with its inverses: where all of them are positive, and in any case."""
         pairs = zip(self.blocks, self.halves, strict=False)
         halves = {block.names: pair for block, pair in pairs if pair is not None}
-        return NearestProduct(halves, self.layout.dtype, positive=True), NearestProduct(halves, self.layout.dtype)
+        return NearestProduct(halves, positive=True), NearestProduct(halves)
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.

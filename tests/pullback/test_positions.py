@@ -189,7 +189,6 @@ def test_chunks_of_roots_and_examples_count_the_same_positions() -> None:
 PRESETS: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
     "KFAC": lambda model: ng.KFAC(model, FISHER, lr=0.1),
     "EKFAC": lambda model: ng.EKFAC(model, FISHER, lr=0.1),
-    "KL": lambda model: ng.NaturalGradient(model, FISHER, structure=ng.Kronecker(fit="kl"), lr=0.1, damping=0.1),
     "own": lambda model: ng.NaturalGradient(model, ng.Empirical(), structure=ng.Kronecker(), lr=0.1, damping=0.1),
     "Sobolev": lambda model: ng.SobolevKFAC(
         model, FISHER, features=lambda x, mask: torch.stack([mask.sum(1), x[:, 0]], 1).double(), lr=0.1
