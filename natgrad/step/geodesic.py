@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.errors import NonFiniteError
+from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.geometry import Covector, Vector, check_tangent, unflatten
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
@@ -52,8 +52,18 @@ def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
         out: dict[str, Tensor] = torch.func.grad(energy, argnums=1)(θ, velocity)
         return out
 
-    change = torch.func.jvp(momentum, (point,), (velocity,))[1]
-    force = torch.func.grad(energy, argnums=0)(point, velocity)
+    try:
+        change = torch.func.jvp(momentum, (point,), (velocity,))[1]
+        force = torch.func.grad(energy, argnums=0)(point, velocity)
+    except RuntimeError as error:
+        first, *_ = str(error).splitlines()
+        if "forward AD" not in first and "is not implemented" not in first:
+            raise
+        raise IncompatibleError(
+            "the acceleration of a geodesic is a second derivative of the model in forward mode, and an operation of "
+            f"the model has none ({first}): write the operation otherwise, or use a step rule without a geodesic "
+            "(TrustRegion, LevenbergMarquardt)"
+        ) from error
     return Covector({name: change[name] - force[name] for name in names})
 
 

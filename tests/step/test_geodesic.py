@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
+from natgrad.errors import IncompatibleError
 from natgrad.step import christoffel
 from tests import oracle
 from tests.optim.tasks import Rosenbrock, seeded, task
@@ -240,6 +241,15 @@ def test_what_has_no_geodesic_is_refused() -> None:
     # e^θ has underflowed, and the metric with it
     with pytest.raises(ng.errors.SingularMetricError, match="rank 0 of 1"):
         ng.exponential(rate, None, ng.Fisher(ng.Poisson()), ng.Vector({"point": -1e4 * v["point"][:1]}))
+
+
+def test_an_operation_without_a_second_derivative_in_forward_mode_is_named() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Tanh()).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=ng.GeodesicCorrected(), damping=0.1)
+    model(x).square().mean().backward()
+    with pytest.raises(IncompatibleError, match=r"_weight_norm_interface.*use a step rule without a geodesic"):
+        opt.step()
 
 
 def test_only_a_vector_of_the_parameters_has_a_geodesic() -> None:
