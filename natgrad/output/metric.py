@@ -259,7 +259,7 @@ class Euclidean(OutputMetric):
         return u * weight(self.reduction, y[0].numel())
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        return one_hot_columns(y) * weight(self.reduction, y[0].numel()) ** 0.5
+        return one_hot_columns(y, weight(self.reduction, y[0].numel()) ** 0.5)
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         return 0.5 * over_terms((y - y0).square()) * weight(self.reduction, y[0].numel())
@@ -342,10 +342,10 @@ def check_samples(samples: int | None) -> None:
         raise ValueError(f"samples must be None (exact) or a positive integer, got {samples!r}")
 
 
-def one_hot_columns(y: Tensor) -> Tensor:
-    """e [d n *out]: column d is 1 at output d of every example, 0 elsewhere."""
+def one_hot_columns(y: Tensor, value: float = 1.0) -> Tensor:
+    """e [d n *out]: column d is 1, or this value, at output d of every example, 0 elsewhere."""
     d = y[0].numel()
-    eye = torch.eye(d, dtype=y.dtype, device=y.device)
+    eye = torch.eye(d, dtype=y.dtype, device=y.device) * value
     return eye.view(d, 1, *y.shape[1:]).expand(d, *y.shape).contiguous()
 
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.structures import Structure
 from tests import zoo
 from tests.pullback.test_chunking import Largest
-from tests.pulled import close, normal
+from tests.pulled import Rooted, close, normal
 
 FISHER = ng.Fisher(ng.Categorical(axis=-1))
 
@@ -199,3 +200,65 @@ def test_a_root_that_changes_the_outputs_in_place_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Centring\(\)\.root has changed the outputs .* in place: .* y\.clone\(\)"):
         model(x)
     assert opt.last is None
+
+
+@final
+class Reads(TorchDispatchMode):
+    """The operations that read the numbers of a tensor; views read none."""
+
+    def __init__(self, t: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.address, self.names = t.untyped_storage().data_ptr(), list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in args if isinstance(t, Tensor)]
+        if not func.is_view and any(t.untyped_storage().data_ptr() == self.address for t in given):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_root_is_read_once_to_be_checked() -> None:
+    s = normal(5, 4, 3)
+    with Reads(s) as reads:
+        ng.pullback(nn.Linear(2, 3).double(), normal(4, 2), Rooted(s))
+    assert len(reads.names) == 1
+
+
+def test_an_exact_root_that_is_made_again_is_not_checked_again() -> None:
+    s = normal(5, 4, 3)
+    pb = ng.pullback(nn.Linear(2, 3).double(), normal(4, 2), Remade(s))
+    pb.root  # noqa: B018 - it is made
+    with Reads(s) as reads:
+        assert torch.equal(pb.root, s)
+    assert len(reads.names) == 1  # this comparison
+
+
+@final
+@dataclass(frozen=True)
+class Remade(ng.OutputMetric):
+    """A metric that is given by its exact root, which is made where it is needed."""
+
+    s: Tensor
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        raise AssertionError("nobody asks for it here")
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return self.s[:, : len(y)]
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        raise AssertionError("nobody asks for it here")
+
+
+def test_a_finite_root_whose_sum_overflows_is_no_mistake() -> None:
+    s = torch.full((2, 4, 3), 3e38)
+    pb = ng.pullback(nn.Linear(2, 3), normal(4, 2).float(), Rooted(s))
+    assert torch.equal(pb.root, s)
+
+
+@pytest.mark.parametrize("broken", [[torch.nan], [torch.inf], [torch.inf, -torch.inf]])
+def test_a_root_that_is_not_finite_is_refused(broken: list[float]) -> None:
+    s = normal(2, 4, 3)
+    s.view(-1)[: len(broken)] = torch.tensor(broken)
+    with pytest.raises(NonFiniteError, match="is not finite at the outputs: they are too large, or outside its domain"):
+        ng.pullback(nn.Linear(2, 3).double(), normal(4, 2), Rooted(s))
