@@ -10,7 +10,7 @@ a forward of its own, or a function, is recognised by the operation that it call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, cast, final
@@ -93,8 +93,10 @@ class Statistics:
         scale = (variance + eps).rsqrt()
         if weight is not None:
             scale = scale * weight.detach()
-        assert z.grad_fn is not None
-        z.grad_fn.register_hook(self._without_x)
+        operation: Any = z.grad_fn
+        while operation.name() == "ForkBackward":  # that of another optimizer
+            operation = operation.next_functions[0][0]
+        operation.register_hook(self._without_x)
         forked = Fork.apply(z, x, scale.view(-1, *[1] * (x.ndim - 2)), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, forked)
 
@@ -117,6 +119,12 @@ class Statistics:
 
 def _label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def refuse_unknown(modules: Sequence[str]) -> None:
+    """Refuse these modules, if there are any: in training mode no batch normalisation was seen in them."""
+    if modules:
+        raise BatchStatisticsError(_UNKNOWN.format(", ".join(modules)))
 
 
 def shows_output(module: nn.Module) -> bool:
@@ -142,7 +150,7 @@ class NormMode(TorchFunctionMode):
 
     ``called`` is told of those with the weight of the module that runs. ``is_data``: whether a tensor depends on the
     inputs: weights are standardised by the same function. None where only those in the modules ``norms``, by name, are
-    to be forked.
+    to be forked. ``listens``: whether what runs now belongs to the pass.
     """
 
     def __init__(
@@ -151,17 +159,18 @@ class NormMode(TorchFunctionMode):
         norms: Mapping[str, nn.Module],
         called: Normalised,
         is_data: Callable[[Tensor], bool] | None,
+        listens: Callable[[], bool],
     ) -> None:
         super().__init__()
-        self._statistics, self._called, self._is_data = statistics, called, is_data
+        self._statistics, self._called, self._is_data, self._listens = statistics, called, is_data, listens
         self._running: list[list[Any]] = []  # modules that run, their labels, and whether one has normalised
         self._pending: Callable[[], None] | None = None
         self._shown: dict[Any, Callable[..., Tensor]] = {
-            nn.functional.batch_norm: self._function,
-            torch.batch_norm: self._operation,
-            torch.batch_norm_elemt: self._synchronised,
+            nn.functional.batch_norm: NormMode._function,
+            torch.batch_norm: NormMode._operation,
+            torch.batch_norm_elemt: NormMode._synchronised,
         }
-        self._unknown: list[str] = []
+        self.unknown: list[str] = []  # modules in training mode in which no batch normalisation was seen
         self.handles: list[RemovableHandle] = []
         for name, module in norms.items():
             self.handles.append(
@@ -176,29 +185,28 @@ class NormMode(TorchFunctionMode):
     def leave(self) -> None:
         """As at the end of ``with``."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._settle()
         for handle in self.handles:
             handle.remove()
-
-    def check(self) -> None:
-        """Refuse, by name, modules in training mode in which no batch normalisation was seen."""
-        if self._unknown:
-            raise BatchStatisticsError(_UNKNOWN.format(", ".join(self._unknown)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._settle()
         out = func(*args, **(kwargs or {}))
-        if func in self._shown and type(out) is Tensor:
-            return self._shown[func](out, *args, **(kwargs or {}))
+        if func in self._shown and type(out) is Tensor and self._listens():
+            return self._shown[func](self, out, *args, **(kwargs or {}))
         return out
 
     def _begin(self, label: str, module: nn.Module, args: Any) -> None:
-        self._running.append([module, label, False])
+        if self._listens():
+            self._running.append([module, label, False])
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._listens():
+            return
         self._settle()
         _, label, normalised = self._running.pop()
         if not normalised and uses_batch(module) and isinstance(output, Tensor) and output.requires_grad:
-            self._unknown.append(label)
+            self.unknown.append(label)
 
     def _function(
         self,

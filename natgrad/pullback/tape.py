@@ -7,6 +7,7 @@ touch ``.grad``. In-place activations after a layer are harmless, because the ed
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_
 from natgrad.accelerate.vjp import pulled
 from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, refuse_nested, tensors_of
-from natgrad.pullback.batch_norm import NormMode, Statistics, shows_output, uses_batch
+from natgrad.pullback.batch_norm import NormMode, Statistics, refuse_unknown, shows_output, uses_batch
 from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operations import Operation, OperationRecorder
@@ -204,11 +205,13 @@ class Recorder:
         self._once: dict[nn.Module, Ruled] = {}
         self._operations: OperationRecorder | None = None
         self._norms: NormMode | None = None
+        self._unknown: list[str] = []  # normalisations that were not understood
+        self._thread = 0  # that the pass runs in; others may evaluate the model meanwhile
         self._stopped = True
 
     def start(self, x: Inputs = None, *, operations: bool = False) -> None:
         """Start recording a pass on inputs x; ``operations``: also record its operations."""
-        module = self._model.module
+        module, self._thread = self._model.module, threading.get_ident()
         self.uses, self.statistics, self.bytes, self._stopped = [], Statistics(), 0, False
         named, watch = self._model.batch_norms, self._watch
         norms = set(named.values())
@@ -228,16 +231,17 @@ class Recorder:
         if operations:
             self._operations = OperationRecorder(tensors_of(x))
             self._operations.enter()
-        self._norms = None
+        self._unknown = []
         if not in_modules:
             recorded = self._operations if self._model.constant_statistics else None
             is_data = None if recorded is None else recorded.is_data
-            self._norms = NormMode(self.statistics, named, self._normalised, is_data)
+            self._norms = NormMode(self.statistics, named, self._normalised, is_data, self._listens)
             self._norms.enter()
 
     def stop(self) -> None:
-        if self._norms is not None and not self._stopped:
+        if self._norms is not None:
             self._norms.leave()
+            self._unknown, self._norms = self._norms.unknown, None  # which holds this recorder
         if self._operations is not None and not self._stopped:
             self._operations.leave()
         self._stopped = True
@@ -248,12 +252,11 @@ class Recorder:
 
     def forget(self) -> None:
         """Drop what was recorded, which keeps the graph alive."""
-        self.uses, self._operations, self._norms = [], None, None
+        self.uses, self._operations = [], None
 
     def tape(self, y: Tensor, shapes: Shapes = ()) -> Tape:
         """The tape of the pass with outputs y, heads of these ``shapes``. The recorder drops its references."""
-        if self._norms is not None:
-            self._norms.check()
+        refuse_unknown(self._unknown)
         uses, self.uses = self.uses, []
         operations, self._operations = self._operations, None
         recorded = None if operations is None else tuple(operations.uses())
@@ -286,9 +289,14 @@ class Recorder:
         self.uses.append(Use(of, call, edges, tuple(t.shape for t in outputs), half, source))
         return output if module in self._replayed else None
 
+    def _listens(self) -> bool:
+        """Whether what runs now belongs to the pass that is recorded."""
+        other = self._stopped or threading.get_ident() != self._thread
+        return not other and not (self._of_user and in_library_pass())
+
     def _normalised(self, module: nn.Module, call: Call, z: Tensor) -> None:
         """A module has called the operation of its rule, and goes on with what that returned."""
-        if module in self._rules and not (self._of_user and in_library_pass()):
+        if module in self._rules:
             self.uses.append(Use(self._ruled(module), call, (edge_of(z),), (z.shape,), z.dtype is torch.float16))
 
     def _watch_jet(self, module: nn.Module, args: tuple[Any, ...], output: Jet) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
@@ -188,6 +193,74 @@ def test_every_step_is_that_of_a_network_of_modules() -> None:
     close(found[0], found[1])
 
 
+@pytest.mark.parametrize("kind", CASES)
+def test_two_optimizers_watch_one_model(kind: str) -> None:
+    of = problem(kind)
+    alone = optimizer(copy.deepcopy(of.module))
+    assert alone.tracker.model.module is not None
+    alone.tracker.model.module(of.x)
+    opts = [optimizer(of.module) for _ in range(2)]
+    of.module(of.x)
+    assert alone.tracker.fresh is not None
+    for opt in opts:
+        assert opt.tracker.fresh is not None
+        for key, t in alone.tracker.fresh.tensors().items():
+            close(opt.tracker.fresh.tensors()[key], t)
+
+
+def test_another_thread_may_evaluate_the_model_meanwhile() -> None:
+    class Evaluated(nn.Module):
+        """Its pass has the model evaluated in another thread, between the modules of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm, self.head = nn.Conv2d(2, 4, 2), Activated(4, eps=EPS), nn.Linear(4, 2)
+            self.meanwhile = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x)
+            if self.meanwhile and torch.is_grad_enabled():
+                thread = threading.Thread(target=torch.no_grad()(self), args=(x,))
+                thread.start()
+                thread.join()
+            return self.head(self.norm(h).mean((2, 3)))
+
+    found = []
+    for meanwhile in (False, True):
+        torch.manual_seed(0)
+        model = Evaluated().double()
+        model.meanwhile = meanwhile
+        opt = optimizer(model)
+        model(normal(5, 2, 4, 4)).square().sum().backward()
+        opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    close(found[0], found[1])
+
+
+def test_activations_that_are_computed_again_change_no_step() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            self.again, self.head = again, nn.Linear(4, 2)
+            self.body = nn.Sequential(nn.Conv2d(2, 4, 2), Activated(4, eps=EPS), nn.Conv2d(4, 4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
+            return self.head(h.mean((2, 3)))
+
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Recomputed(again).double()
+        opt = ng.KFAC(model, nn.MSELoss(), lr=0.1)
+        for seed in range(3):
+            opt.zero_grad()
+            nn.functional.mse_loss(model(normal(5, 2, 4, 4, seed=seed)), normal(5, 2)).backward()
+            opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    close(found[0], found[1])
+
+
 # Over several processes.
 
 
@@ -210,7 +283,8 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tensor]:
     monkeypatch.setattr(torch, "batch_norm_stats", statistics)
     monkeypatch.setattr(torch, "batch_norm_gather_stats_with_counts", statistics)
     monkeypatch.setattr(torch, "batch_norm_elemt", standardised)
-    monkeypatch.setattr(torch.distributed, "all_gather_single", lambda out, *_, **__: out.fill_(1))
+    for name in ("all_gather_single", "all_gather_into_tensor"):  # of torch 2.13, and before
+        monkeypatch.setattr(torch.distributed, name, lambda out, *_, **__: out.fill_(1), raising=False)
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "cpu")
     yield other
     torch.distributed.destroy_process_group()
@@ -309,3 +383,19 @@ def test_statistics_of_two_values_are_told_once_with_their_module(
     assert message.startswith(f"norm ({kind.__name__}): a batch normalisation of two values a channel makes them ±1")
     assert "nn.GroupNorm, or put the module into evaluation mode" in message
     assert told(3, 1) == told(2, 2) == told(2, 1, training=False) == []
+
+
+def test_a_pass_leaves_no_cycle_behind() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        of = problem("activated")
+        opt = optimizer(of.module)
+        of.module(of.x).square().sum().backward()
+        opt.step()
+        opt.refresh(of.x)
+        ghost = weakref.ref(of.module)
+        del of, opt
+        assert ghost() is None
+    finally:
+        gc.enable()
