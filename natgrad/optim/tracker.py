@@ -49,6 +49,7 @@ from natgrad.optim.loss_check import LossCheck, differ, in_training, loss_in, on
 from natgrad.optim.model_check import ModelCheck
 from natgrad.optim.module_hooks import LossHook, ModuleHook, attach_hook
 from natgrad.output.fisher import Fisher
+from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import check_inputs
 from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.pullback import Batch, NoRuleError, Observer, OperationsNeededError, Pullback
@@ -308,7 +309,9 @@ class MetricTracker:
         self.outside: frozenset[str] = frozenset()  # trained, but not through the outputs: an estimate has looked
         self.unreached: frozenset[str] = frozenset()  # the outputs of no estimate so far depend on them
         self._unreached: frozenset[str] | None = None  # of the estimates of this step
-        self.batch: Batch | None = None  # of the last pass
+        # Of this step, or of the last one until there is another pass; the last pass alone if no rule asks about them.
+        self.passes: list[tuple[Batch, OutputMetric]] = []
+        self._passes_of = -1  # the step that they belong to
         self._examples = 0  # in ``fresh``
         self._problem: Exception | None = None  # of a pass of this step, where there are several processes
         self._agreed = False  # all processes are in a pass together, and raise together
@@ -358,13 +361,26 @@ class MetricTracker:
         """What a step rule may ask about the batch of this step."""
         if self.metric.source != "outputs":
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
-        if self.batch is None:
+        if not self.passes:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
         if self.model.heads is not None and self._metric_of_pass is self.observer.output_metric:
             # No pass was estimated since a state was loaded.
             with torch.no_grad():
-                self._metric_of_pass = self._metric_of_pass.shaped(self.model.evaluated(None, self.batch.x)[1])
-        return BatchQueries(self.batch, self._metric_of_pass, self.world.mean_of)
+                shapes = self.model.evaluated(None, self.passes[-1][0].x)[1]
+            self._metric_of_pass = self._metric_of_pass.shaped(shapes)
+        unshaped = self.observer.output_metric
+        passes = [(batch, self._metric_of_pass if metric is unshaped else metric) for batch, metric in self.passes]
+        return BatchQueries(passes, self.world.mean_of)
+
+    def _note_pass(self, batch: Batch, metric: OutputMetric) -> None:
+        """A pass of this step, or what its estimate knows of it: the same inputs are the same pass."""
+        if self._passes_of != self.step or not self._queried:
+            self.passes, self._passes_of = [], self.step
+        same = [at for at, (other, _) in enumerate(self.passes) if other.x is batch.x]
+        if same:
+            self.passes[same[0]] = batch, metric
+        else:
+            self.passes.append((batch, metric))
 
     def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
@@ -657,7 +673,7 @@ class MetricTracker:
             return
         state = get_rng_state(self.model.example.device) if self._queried else None
         x = Arguments(args, kwargs)
-        self.batch = Batch(self.model, x, rng_state=state)
+        self._note_pass(Batch(self.model, x, rng_state=state), self._metric_of_pass)
         if not due:
             return
         refuse_nested(x, "the inputs")
@@ -716,6 +732,7 @@ class MetricTracker:
         """
         try:
             if raw is None:  # the forward pass raised
+                self.passes.pop()
                 return None
             if not self.structure.one_pass and not torch.equal(
                 self._rng_state, get_rng_state(self.model.example.device)
@@ -724,8 +741,8 @@ class MetricTracker:
             tape = recorder.tape(*self.model.read(raw, x))
         finally:
             recorder.forget()
-        assert self.batch is not None
-        batch = Batch(self.model, x, rng_state=self.batch.rng_state)
+        batch = Batch(self.model, x, rng_state=self.passes.pop()[0].rng_state)
+        self._note_pass(batch, self._metric_of_pass)
         waits, changed = self._waits(batch, tape, raw, of_user)
         if of_user:
             raw = raw if changed is None else changed
@@ -969,7 +986,8 @@ class MetricTracker:
         """Estimate the metric from this pullback, into the average or into ``fresh``."""
         if pb.model is not self.model and pb.model.heads == self.model.heads:
             self.use_model(pb.model)
-        self.batch, self._metric_of_pass = pb.batch, pb.metric
+        self._metric_of_pass = pb.metric
+        self._note_pass(pb.batch, pb.metric)
         self._note_terms(pb.y)
         if self._counted is not None:  # the step rule may ask about the batch
             self.generator.set_state(self._counted)

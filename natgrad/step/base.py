@@ -77,7 +77,7 @@ class StepContext:
     in ``smooth(ω)`` = μm + (1 − μ)ω, there is no velocity, and ``move(v)`` is −lr·v; else ``smooth(ω)`` is ω.
     ``acceleration(δ)`` = −Γ(δ, δ) is the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss
     of the closure at θ (None: here), if there is a closure. ``queries()`` answers questions about the model and its
-    metric on the batch of the last forward pass: of accumulated gradients, the last share only. ``residuals``: of a
+    metric on the batch: of accumulated gradients, on all passes of the step together. ``residuals``: of a
     loss of least squares, where the residuals are known.
     """
 

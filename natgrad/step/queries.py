@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from natgrad.accelerate.devices import full_precision, get_rng_state
 from natgrad.errors import BatchStatisticsError, DomainError, IncompatibleError
@@ -30,37 +30,40 @@ Answer = TypeVar("Answer")
 @final
 @dataclass(frozen=True)
 class BatchQueries:
-    """Of the model and its metric on one batch.
+    """Of the model and its metric on the batch of a step: all passes of it together, weighted by their examples.
 
-    ``mean(values, n)``: the mean of tensors over all processes, weighted by their numbers of examples n.
+    ``passes``: the batches of gradient accumulation, or one, each with the metric on its outputs. ``mean(values, n)``:
+    the mean of tensors over all processes, weighted by their numbers of examples n.
     """
 
-    batch: Batch
-    metric: OutputMetric
+    passes: Sequence[tuple[Batch, OutputMetric]]
     mean: Callable[[Sequence[Tensor], int], list[Tensor]]
 
     def christoffel(self, v: Vector) -> Covector:
         """Γ♭(v, v) at the current parameters."""
-        force = self._separably(lambda: christoffel_at(self.batch, self.metric, v))
-        return Covector(dict(zip(force, self.mean(list(force.values()), _examples(self.batch.x)), strict=True)))
+
+        def force(batch: Batch, metric: OutputMetric) -> list[Tensor]:
+            terms = self._separably(batch, lambda: christoffel_at(batch, metric, v))
+            return [terms[name] for name in v]
+
+        return Covector(dict(zip(v, self._joint(force), strict=True)))
 
     def divergence(self, params: Mapping[str, Tensor], *, reverse: bool = False) -> float:
         """Mean divergence of the outputs at ``params`` from the outputs now; infinite outside of their domain.
 
         ``reverse``: with the two exchanged. For Fisher it is KL(new‖old), in place of KL(old‖new).
         """
-        return self._separably(lambda: self._divergence(params, reverse))
 
-    @torch.no_grad()
-    def _divergence(self, params: Mapping[str, Tensor], reverse: bool) -> float:
-        model, x = self.batch.model, self.batch.x
-        y0, y = model(None, x), model(params, x)
-        try:
-            pair = (y0, y) if reverse else (y, y0)
-            mean = self.metric.divergence(*pair, self.batch.target).mean()
-        except DomainError:  # the outputs have left the family: no distribution is there, and none is near
-            mean = y0.new_tensor(math.inf)
-        return float(self.mean([mean], _examples(self.batch.x))[0])
+        @torch.no_grad()
+        def of_one(batch: Batch, metric: OutputMetric) -> list[Tensor]:
+            y0, y = batch.model(None, batch.x), batch.model(params, batch.x)
+            try:
+                return [metric.divergence(*((y0, y) if reverse else (y, y0)), batch.target).mean()]
+            except DomainError:  # the outputs have left the family: no distribution is there, and none is near
+                return [y0.new_tensor(math.inf)]
+
+        (mean,) = self._joint(lambda batch, metric: self._separably(batch, lambda: of_one(batch, metric)))
+        return float(mean)
 
     def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
         """⟨v, G w⟩ [v w] with the exact metric of the function that is trained, on a fraction of the batch.
@@ -68,33 +71,41 @@ class BatchQueries:
         Batch statistics move with the parameters: a model that has them is seen on the whole batch. Random numbers
         (masks of dropout) are drawn as in the pass over the batch: on the whole of it they are the same.
         """
-        whole = any(m.training for m in self.batch.model.batch_norms.values())
-        with same_draws(self._rng_state):
-            forms = quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction)
-        return self.mean([forms], _examples(self.batch.x))[0]
 
-    @property
-    def _rng_state(self) -> Tensor:
-        state = self.batch.rng_state
-        return get_rng_state(self.batch.model.example.device) if state is None else state
+        def forms(batch: Batch, metric: OutputMetric) -> list[Tensor]:
+            whole = any(m.training for m in batch.model.batch_norms.values())
+            with same_draws(_rng_state(batch)):
+                return [quadratic_forms(batch, metric, vectors, 1.0 if whole else fraction)]
 
-    @property
-    def _module(self) -> nn.Module:
-        module = self.batch.model.module
-        assert module is not None
-        return module
+        return self._joint(forms)[0]
 
-    def _separably(self, query: Callable[[], Answer]) -> Answer:
+    def _joint(self, query: Callable[[Batch, OutputMetric], list[Tensor]]) -> list[Tensor]:
+        """The mean over the examples of all passes, and of all processes."""
+        numbers = [_examples(batch.x) for batch, _ in self.passes]
+        total = sum(numbers)
+        means: list[Tensor] = []
+        for n, (batch, metric) in zip(numbers, self.passes, strict=True):
+            terms = [t * (n / total) for t in query(batch, metric)]
+            means = [mean + t for mean, t in zip(means, terms, strict=True)] if means else terms
+        return self.mean(means, total)
+
+    def _separably(self, batch: Batch, query: Callable[[], Answer]) -> Answer:
         """In evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too.
 
         What is random there as well draws the same numbers in all passes.
         """
         try:
-            self.batch.model.check_separable()
+            batch.model.check_separable()
             return query()
         except BatchStatisticsError:
-            with evaluating(self._module), same_draws(self._rng_state):
+            module = batch.model.module
+            assert module is not None
+            with evaluating(module), same_draws(_rng_state(batch)):
                 return query()
+
+
+def _rng_state(batch: Batch) -> Tensor:
+    return get_rng_state(batch.model.example.device) if batch.rng_state is None else batch.rng_state
 
 
 def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector], fraction: float = 1.0) -> Tensor:

@@ -59,16 +59,21 @@ class Backtracking:
     KL(new‖old) (Grosse 2021, (9)). Both have the metric as their Hessian, and differ in steps of finite length: on
     classes KL(new‖old) is at most −log of the least old probability, so that a large radius limits nothing. With
     ``improve=True`` the loss itself must not rise either, and ``opt.step`` needs a closure.
+
+    The divergence is nearly quadratic, so that ``shrink=0.5`` may end at a quarter of the radius, or less. With
+    ``reach`` a step that was shortened to less than this share of the radius is lengthened again, by bisection between
+    it and the last one that was too long. ``opt.last.reason`` tells how short a step became.
     """
 
     shrink: float = 0.5
     tries: int = 20
     reverse: bool = field(default=False, kw_only=True)
     improve: bool = field(default=False, kw_only=True)
+    reach: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not 0 < self.shrink < 1 or self.tries < 1:
-            raise ValueError(f"Backtracking needs 0 < shrink < 1 and tries ≥ 1, got {self}")
+        if not 0 < self.shrink < 1 or self.tries < 1 or not 0 <= self.reach < 1:
+            raise ValueError(f"Backtracking needs 0 < shrink < 1, tries ≥ 1 and 0 ≤ reach < 1, got {self}")
 
 
 @final
@@ -82,8 +87,8 @@ class TrustRegion(StepRule):
     is within the radius too. If it never is (the decay alone may be too much), the parameters stay. The step is along
     the natural gradient; ``natgrad.proximal.trust_region`` minimises the loss itself in the region.
 
-    >>> TrustRegion(radius=0.01, backtracking=Backtracking(improve=True))
-    TrustRegion(radius=0.01, backtracking=Backtracking(shrink=0.5, tries=20, reverse=False, improve=True), longest=inf)
+    >>> TrustRegion(radius=0.01, longest=1.0)
+    TrustRegion(radius=0.01, backtracking=None, longest=1.0)
     """
 
     radius: float
@@ -107,15 +112,29 @@ class TrustRegion(StepRule):
         if self.backtracking is None:
             return Step(δ * scale, context.damping, reason=reason)
         look, start = self.backtracking, context.loss(None) if self.backtracking.improve else math.inf
-        for _ in range(look.tries):
+
+        def tried(scale: float) -> tuple[float, str]:
+            """The divergence at a scale, and what forbids it."""
             moved = context.divergence(δ * scale, reverse=look.reverse)
-            higher = moved <= self.radius and look.improve and not context.loss(δ * scale) <= start
-            if moved <= self.radius and not higher:
-                return Step(δ * scale, context.damping, reason=reason)
+            if not moved <= self.radius:
+                return moved, f"divergence {moved:.3g} over radius {self.radius:g}"
+            return moved, "the loss rises" if look.improve and not context.loss(δ * scale) <= start else ""
+
+        whole, (moved, wrong), tries = scale, tried(scale), 1
+        while wrong and tries < look.tries:
             scale *= look.shrink
-        what = "the loss rises" if higher else f"divergence {moved:.3g} over radius {self.radius:g}"
-        reason = f"{what} after {look.tries} tries"
-        return Step(δ * 0.0, context.damping, accepted=False, reason=reason)
+            (moved, wrong), tries = tried(scale), tries + 1
+        if wrong:
+            return Step(δ * 0.0, context.damping, accepted=False, reason=f"{wrong} after {tries} tries")
+        if tries == 1:
+            return Step(δ * scale, context.damping, reason=reason)
+        longer = scale / look.shrink
+        while moved < look.reach * self.radius and tries < look.tries:
+            middle = 0.5 * (scale + longer)
+            (there, wrong), tries = tried(middle), tries + 1
+            scale, moved, longer = (scale, moved, middle) if wrong else (middle, there, longer)
+        reason = f"shortened to {scale / whole:.3g} in {tries} tries: divergence {moved:.3g} of radius {self.radius:g}"
+        return Step(δ * scale, context.damping, reason=reason)
 
 
 @final

@@ -61,8 +61,7 @@ def test_learning_rate_and_momentum_minimise_the_quadratic_model_of_the_exact_me
         assert (opt.last.ratio is None) == (step > 0)
 
 
-def test_with_several_micro_batches_the_exact_products_are_those_of_the_last() -> None:
-    """The gradient and the structure are those of all."""
+def test_with_several_micro_batches_the_exact_products_are_those_of_the_joint_batch() -> None:
     of, λ = task("classes"), 0.05
     opt = tuned(of, structure=ng.Diagonal(), damping=λ)
     parts = [replace(of, x=of.x[:4], t=of.t[:4]), replace(of, x=of.x[4:], t=of.t[4:])]
@@ -73,12 +72,12 @@ def test_with_several_micro_batches_the_exact_products_are_those_of_the_last() -
         loss.backward()
         return loss
 
-    θ, ω, last = of.theta(), of.gradient(), parts[1].metric()
-    Δ = -oracle.damped(oracle.diagonal(of.metric()), ω, λ)
+    θ, ω, G = of.theta(), of.gradient(), of.metric()
+    Δ = -oracle.damped(oracle.diagonal(G), ω, λ)
     opt.step(closure)
     assert opt.last is not None
     assert not opt.last.reason
-    close(of.theta() - θ, best(last, ω, λ, [Δ]), 1e-8)
+    close(of.theta() - θ, best(G, ω, λ, [Δ]), 1e-8)
 
 
 def test_a_step_that_is_tried_is_as_long_as_the_model_says() -> None:

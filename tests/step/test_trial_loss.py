@@ -141,3 +141,83 @@ def test_rules_train_a_model_that_draws_random_numbers(kind: str, rule: ng.step.
 
     losses = seeded(lambda: [float(opt.step(closure)) for _ in range(10)])
     assert losses[-1] < 0.9 * losses[0]
+
+
+ASKS: dict[str, ng.step.StepRule] = {
+    "divergence": ng.TrustRegion(0.3, ng.Backtracking(shrink=0.8, tries=60)),
+    "exact products": ng.SelfTuned(fraction=1.0),
+    "acceleration": ng.GeodesicCorrected(),
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("rule", ASKS)
+def test_a_rule_sees_the_joint_batch_of_accumulated_passes(rule: str, every: int) -> None:
+    """Micro-batches of different sizes and of very different inputs, the last one the smallest."""
+    x, t = normal(21, 4) * torch.linspace(3.0, 0.05, 21)[:, None], torch.arange(21) % 3
+
+    def trained(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double())
+        structure = ng.Refresh(ng.Dense(), every=every)
+        opt = ng.NaturalGradient(
+            model, ng.Fisher(ng.Categorical()), structure=structure, step=ASKS[rule], lr=0.5, damping=1e-3
+        )
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            total = torch.zeros((), dtype=torch.float64)
+            for a, b in zip(x.split(sizes), t.split(sizes), strict=True):
+                loss = F.cross_entropy(model(a), b, reduction="sum") / len(x)
+                loss.backward()
+                total += loss.detach()
+            return total
+
+        for _ in range(3):
+            opt.step(closure)
+        v = ng.Vector({name: torch.ones_like(p) for name, p in model.named_parameters()})
+        theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return theta, opt.tracker.batch_queries.curvature([v], 1.0)
+
+    (joint, product), (parts, of_parts) = trained((21,)), trained((9, 10, 2))
+    close(parts, joint, 1e-9)
+    close(of_parts, product, 1e-9)
+
+
+def test_the_divergence_of_uneven_passes_of_several_heads_is_that_of_the_joint_batch() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.kind, self.size = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            h = torch.tanh(self.body(x))
+            return {"kind": self.kind(h), "size": self.size(h)}
+
+    x = normal(11, 3)
+    metric = {"kind": ng.Fisher(ng.Categorical()), "size": ng.Euclidean()}
+
+    def divergence(sizes: tuple[int, ...]) -> float:
+        model = seeded(lambda: TwoHeads().double())
+        opt = ng.NaturalGradient(
+            model, metric, structure=ng.Kernel(), step=ng.TrustRegion(0.1, ng.Backtracking()), damping=1.0
+        )
+        for part in x.split(sizes):
+            y = model(part)
+            (y["kind"].square().sum() + y["size"].sum()).backward()
+        moved = {name: 1.1 * p.detach() + 0.1 for name, p in model.named_parameters()}
+        return opt.tracker.batch_queries.divergence(moved)
+
+    assert divergence((8, 3)) == pytest.approx(divergence((11,)), rel=1e-12)
+
+
+def test_a_pass_that_fails_is_not_asked_about() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 3)).double())
+    opt = ng.NaturalGradient(
+        model, ng.Fisher(ng.Categorical()), step=ng.TrustRegion(0.1, ng.Backtracking()), damping=0.1
+    )
+    with pytest.raises(RuntimeError, match="shape"):
+        model(normal(5, 7))
+    F.cross_entropy(model(normal(6, 4)), torch.arange(6) % 3).backward()
+    opt.step()
+    assert opt.last is not None
+    assert opt.last.accepted

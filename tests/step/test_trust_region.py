@@ -171,6 +171,33 @@ def test_backtracking_takes_the_first_scale_within_the_radius(shrink: float) -> 
     assert _kl(start, longer) > radius
 
 
+@pytest.mark.parametrize("reach", [0.5, 0.95])
+@pytest.mark.parametrize("shrink", [0.1, 0.5])
+def test_with_reach_a_shortened_step_ends_near_the_boundary(shrink: float, reach: float) -> None:
+    radius, of = 2.0, task("classes")
+    look = ng.Backtracking(shrink, reach=reach, tries=40)
+    before = of.model(of.x).detach()
+    δ, *_, opt = _one_step(of, step=ng.TrustRegion(radius, look), damping=1e-6)
+    free, *_ = _one_step(task("classes"), step=ng.TrustRegion(radius), damping=1e-6)
+    moved = _kl(before, of.model(of.x).detach())
+    assert reach * radius <= moved <= radius
+    short, *_ = _one_step(task("classes"), step=ng.TrustRegion(radius, ng.Backtracking(shrink)), damping=1e-6)
+    assert short.norm() <= δ.norm() < free.norm()
+    assert opt.last is not None
+    times = float(δ.norm() / free.norm())
+    assert opt.last.reason.startswith(f"shortened to {times:.3g} in ")
+    assert opt.last.reason.endswith(f"divergence {moved:.3g} of radius 2")
+
+
+def test_a_step_within_the_radius_is_not_lengthened() -> None:
+    rule = ng.TrustRegion(1e4, ng.Backtracking(reach=0.9), longest=0.5)
+    δ, *_, opt = _one_step(task(), step=rule, damping=1e-3)
+    free, *_ = _one_step(task(), step=ng.TrustRegion(1e4, longest=0.5), damping=1e-3)
+    torch.testing.assert_close(δ, free, rtol=0, atol=0)
+    assert opt.last is not None
+    assert opt.last.reason == ""
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
 def test_a_refused_step_leaves_the_parameters_and_says_why(weight_decay: float) -> None:
     of = task("classes")
@@ -192,6 +219,7 @@ def test_a_refused_step_leaves_the_parameters_and_says_why(weight_decay: float) 
         (lambda: ng.TrustRegion(1.0, longest=-1.0), "positive radius and longest"),
         (lambda: ng.Backtracking(shrink=1.0), "0 < shrink < 1"),
         (lambda: ng.Backtracking(tries=0), "tries ≥ 1"),
+        (lambda: ng.Backtracking(reach=1.0), "0 ≤ reach < 1"),
     ],
 )
 def test_impossible_trust_regions_are_refused(make: Any, message: str) -> None:
