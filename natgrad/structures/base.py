@@ -387,7 +387,10 @@ class Operator(ABC):
         return self.diagonal().sum()
 
     def eigenvalues(self) -> Tensor | None:
-        """All eigenvalues of G [p], not of its power, in any order and in double precision; None where it has none."""
+        """All eigenvalues of G = RᵀR [p], not of its power, in any order and in double precision; rounding is zero.
+
+        None where it has none.
+        """
         return None
 
     def diagonalised(self) -> Operator:

@@ -63,9 +63,8 @@ class SharedSpectrum:
 
     @cached_property
     def eigenvalues(self) -> Tensor | None:
-        """Those of G [p], if it has them, in double precision. G is a mean of squares: below zero is rounding."""
-        values = self.diagonalised.eigenvalues()
-        return None if values is None else values.clamp(min=0)
+        """Those of G [p], if it has them."""
+        return self.diagonalised.eigenvalues()
 
 
 @final
