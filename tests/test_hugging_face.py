@@ -70,6 +70,27 @@ def _sounds() -> dict[str, Tensor]:
     return {"input_features": sound, "decoder_input_ids": torch.randint(3, V, (N, 4))}
 
 
+def _latents() -> dict[str, Tensor]:
+    return {"inputs": torch.randint(3, V, (N, T))}
+
+
+def _perceiver() -> Any:
+    """Learned queries, for all examples, pass through normalisations and layers before they meet the data."""
+    return tr.PerceiverConfig(
+        vocab_size=V,
+        num_latents=4,
+        d_latents=8,
+        d_model=8,
+        num_blocks=1,
+        num_self_attends_per_block=1,
+        num_self_attention_heads=2,
+        num_cross_attention_heads=2,
+        max_position_embeddings=T,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+
+
 Inputs = Callable[[], dict[str, Tensor]]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "GPT-2": (
@@ -144,6 +165,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         ),
         lambda: {"input_values": torch.randn(N, 40, dtype=torch.float64)},
     ),
+    "Perceiver": (lambda: tr.PerceiverForMaskedLM(_perceiver()), _latents),
+    "Perceiver, classes": (lambda: tr.PerceiverForSequenceClassification(_perceiver()), _latents),
     "Mixtral": (
         lambda: tr.MixtralForCausalLM(
             tr.MixtralConfig(**TEXT, **HEADS, num_local_experts=3, experts_implementation="eager")

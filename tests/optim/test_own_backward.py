@@ -74,6 +74,20 @@ class Prompts(nn.Module):
         return torch.einsum("nd,nkd->nk", self.query(x), keys)
 
 
+class Latents(nn.Module):
+    """Learned latents, normalised and projected once for all examples, which look at the data: [n 5 3] → [n 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents, self.norm = nn.Parameter(torch.randn(4, 6)), nn.LayerNorm(6)
+        self.query, self.key, self.value, self.head = nn.Linear(6, 4), nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(self.norm(self.latents.expand(len(x), 4, 6)))
+        seen = torch.softmax(query @ self.key(x).mT, -1) @ self.value(x)
+        return self.head(seen.mean(1))
+
+
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
 
@@ -93,6 +107,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "twice": (Twice, reals(5, 3)),
     "behind functions": (Behind, reals(3)),
     "through a layer": (Prompts, reals(3)),
+    "latents": (Latents, reals(5, 3)),
 }
 
 
@@ -548,3 +563,24 @@ def test_outputs_that_a_batch_of_one_example_does_not_show_to_be_flattened_are_r
         trained(1, 4)
     trained(4, 1, 4)
     trained(1, 4, examples="inputs")
+
+
+@pytest.mark.parametrize("name", ["through a layer", "latents"])
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC, ng.Natural])
+def test_a_loss_that_waits_takes_the_steps_of_its_metric_with_targets(name: str, preset: Any) -> None:
+    """Parameters that meet the data behind other layers have no examples on their first axis."""
+    build, batch = CASES[name]
+    found = []
+    for refreshed in (False, True):
+        torch.manual_seed(0)
+        model = build().double()
+        opt = preset(model, nn.CrossEntropyLoss(), lr=0.01, generator=torch.Generator().manual_seed(0))
+        for _ in range(3):
+            x, t = batch(), targets()
+            opt.zero_grad()
+            if refreshed:
+                opt.refresh(x, t)
+            nn.CrossEntropyLoss()(model(x), t).backward()
+            opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
