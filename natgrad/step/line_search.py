@@ -16,7 +16,7 @@ from natgrad.step.base import Step, StepContext, StepRule
 @final
 @dataclass(frozen=True)
 class GridSearch(StepRule):
-    """δ = −η·v with an η of a grid at which the loss is least: η = 1, ½, ¼, …, 2^−(``tries`` − 1), from the longest on.
+    """δ = −η·lr·v, η of a grid at which the loss is least: η = 1, ½, ¼, …, 2^−(``tries`` − 1), from the longest on.
 
     Müller and Zeinhofer (2023) take it for residuals of differential equations: the loss is far from quadratic at the
     start, where the best η is small, and one is found by looking. The search ends where the loss has fallen below that
@@ -51,7 +51,7 @@ class GridSearch(StepRule):
 @final
 @dataclass(frozen=True)
 class Armijo(StepRule):
-    """δ = −η·v with the first η = 1, c, c², … for which L(θ + δ) ≤ L(θ) + ``slope``·⟨ω, δ⟩ (Armijo 1966).
+    """δ = −η·lr·v with the first η = 1, c, c², … for which L(θ + δ) ≤ L(θ) + ``slope``·⟨ω, δ⟩ (Armijo 1966).
 
     c is ``shrink``. Where no η is found in ``tries``, the parameters stay. Needs ``opt.step(closure)``.
 

@@ -422,6 +422,15 @@ def test_a_scale_is_only_a_scale() -> None:
     assert abs(near.relative_error - far.relative_error) < 1e-9
 
 
+def test_the_index_is_hills_of_the_largest_numbers() -> None:
+    """Of quantiles (n/i)^k with another tail beyond the 1.5√n largest, which must not be looked at."""
+    n, k = 400, 0.6
+    size, i = int(1.5 * n**0.5), torch.arange(1, n + 1, dtype=torch.float64)
+    logs = torch.where(i <= size + 1, k * (n / i).log(), -10 * i)
+    expected = float((logs[:size] - logs[size]).mean()) * (1 + size**-0.5)
+    assert abs(TailedMean.of(logs.flip(0)).index - expected) < 1e-12
+
+
 def test_few_numbers_show_no_tail() -> None:
     """A variance is all that is assumed then, k = ½: the share of the largest may be missed."""
     m = TailedMean.of(normal(10))

@@ -32,6 +32,14 @@ def moved(net: nn.Module, **options: object) -> Tensor:
     return flat(net) - before
 
 
+@pytest.mark.parametrize(("m", "p"), [(3, 7), (7, 3)])
+def test_the_first_damping_is_a_thousandth_of_the_mean_of_the_eigenvalues_that_are_possible(m: int, p: int) -> None:
+    A = torch.linspace(-1, 2, m * p, dtype=torch.float64).cos().view(m, p)
+    problem = ng.LeastSquares(lambda θ: A @ θ["θ"], {"θ": torch.ones(p, dtype=torch.float64)}, step=ng.Fixed())
+    problem.step()
+    assert problem.damping == pytest.approx(1e-3 * float(A.square().sum()) / 3, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     "structure", [ng.Kernel(), ng.Dense(), ng.Implicit(), None], ids=["kernel", "dense", "implicit", "chosen"]
 )
