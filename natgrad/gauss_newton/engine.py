@@ -172,8 +172,9 @@ class LeastSquares:
     JJᵀ from the inputs and cotangents of the layers), ``Dense`` otherwise (a QR of J), and ``Implicit`` with conjugate
     gradients where neither fits into ``memory``, bytes. ``Kronecker`` preconditions by K-FAC (Dangel et al. 2024).
     ``step``: any step rule; by default ``GeodesicSearch``, whose steps always lower the loss and whose λ rises where
-    only short steps do. It starts at ``damping``, by default a thousandth of tr G/min(m, p), the mean of the eigenvalues
-    of G that m residuals and p parameters allow. ``solver``: for all structures but ``Kernel`` and ``Dense``. The attributes ``lr`` and ``rule`` may be set between two steps.
+    only short steps do. It starts at ``damping``, by default a thousandth of tr G/min(m, p), the mean of the
+    eigenvalues of G that m residuals and p parameters allow. ``solver``: for all structures but ``Kernel`` and
+    ``Dense``. The attributes ``lr`` and ``rule`` may be set between two steps.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
