@@ -41,7 +41,7 @@ class Refresh(Structure):
     >>> [step for step in range(1, 50) if schedule.inverse_due(step - 1)]
     [1, 2, 4, 8, 16, 21, 41]
     >>> Refresh(Dense(), every=10, decay=0.95)
-    Refresh(structure=Dense(), every=10, decay=0.95)
+    Refresh(structure=Dense(), every=10, decay=0.95, inverse=1)
     """
 
     structure: Structure
