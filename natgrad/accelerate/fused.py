@@ -128,22 +128,23 @@ def adamw_(
     """
     # A list: with a single tensor torch waits for its value.
     torch._foreach_add_(list(counts), [1.0 - gate] * len(counts) if gate is not None else 1.0)
-    torch._fused_adamw_(
-        list(tensors),
-        _laid_out_like(tensors, gradients),
-        list(means),
-        list(squares),
-        [],
-        list(counts),
-        lr=rate,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=epsilon,
-        amsgrad=False,
-        maximize=False,
-        found_inf=gate,
-    )
+    for x, g, m, s, t in _of_one_dtype(tensors, _laid_out_like(tensors, gradients), means, squares, counts):
+        torch._fused_adamw_(
+            x,
+            g,
+            m,
+            s,
+            [],
+            t,
+            lr=rate,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            eps=epsilon,
+            amsgrad=False,
+            maximize=False,
+            found_inf=gate,
+        )
 
 
 def copy_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:
@@ -284,7 +285,8 @@ def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """
     gate = torch.zeros((), device=tensors[0].device)
     # GradScaler looks at all gradients like this, in one launch.
-    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), gate, torch.ones_like(gate))
+    for (alike,) in _of_one_dtype(tensors):
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, gate, torch.ones_like(gate))
     return gate
 
 
@@ -313,6 +315,14 @@ def _laid_out_like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[
     return [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]
 
 
+def _of_one_dtype(*sides: Sequence[Tensor]) -> list[list[list[Tensor]]]:
+    """These columns of tensors, row by row of one dtype: most often as they are. Fused kernels take one dtype."""
+    rows_of: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
+    for row in zip(*sides, strict=True):
+        rows_of.setdefault(row[0].dtype, []).append(row)
+    return [[list(side) for side in zip(*rows, strict=True)] for rows in rows_of.values()]
+
+
 def _sgd(
     tensors: Sequence[Tensor],
     others: Sequence[Tensor],
@@ -326,17 +336,19 @@ def _sgd(
     ascend: bool = False,
 ) -> None:
     """torch's fused step of stochastic gradient descent, x − rate·(y + decay·x), or ascent, x + rate·(y − decay·x)."""
-    torch._fused_sgd_(
-        list(tensors),
-        _laid_out_like(tensors, others),
-        list(momenta),
-        weight_decay=decay,
-        momentum=momentum,
-        lr=rate,
-        dampening=0.0,
-        nesterov=False,
-        maximize=ascend,
-        is_first_step=False,
-        grad_scale=divisor,
-        found_inf=gate,
-    )
+    sides = (tensors, _laid_out_like(tensors, others), *([momenta] if momenta else []))
+    for x, y, *m in _of_one_dtype(*sides):
+        torch._fused_sgd_(
+            x,
+            y,
+            m[0] if m else [],
+            weight_decay=decay,
+            momentum=momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=ascend,
+            is_first_step=False,
+            grad_scale=divisor,
+            found_inf=gate,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar, final
 
 import torch
@@ -67,5 +68,5 @@ def ratios(lengths: Mapping[str, float], v: Vector, ω: Covector, unit: Tensor |
     finite = stretch - stretch  # 0, and NaN of infinity
     scale = (stretch.reciprocal() + finite).masked_fill_(zero, 0.0)
     scale = scale if unit is None else scale * unit
-    scale = scale.to(torch.promote_types(next(iter(v.values())).dtype, torch.float32))
+    scale = scale.to(reduce(torch.promote_types, (t.dtype for t in v.values()), torch.float32))
     return dict(zip(v, scale.unbind(), strict=True))
