@@ -73,9 +73,11 @@ _UNCUT = (
 
 
 def check_cut(model: Model, x: Inputs, n: int) -> None:
-    """Refuse to cut a batch whose inputs number its examples, before an example looks for one that is not there."""
+    """Refuse to cut a batch whose examples are numbered, before an example looks for one that is not there."""
     if number_examples(model, x):
-        why = "integers among the inputs number its examples (a table of neighbours, edges)"
+        why = (
+            "integers among the inputs number its examples, or integers of the model do (a table of neighbours, edges)"
+        )
         raise BatchStatisticsError(_UNCUT.format(n, why, " whole"))
 
 

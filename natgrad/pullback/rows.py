@@ -79,7 +79,7 @@ def rows(
             logger.log_once(logging.INFO, _MIXED)
         except BatchStatisticsError:
             logger.log_once(logging.INFO, _OF_PASS)
-        except (RuntimeError, ValueError) as error:  # a genuine mistake in the model is raised again below
+        except (RuntimeError, ValueError, IndexError) as error:  # a mistake in the model is raised again below
             logger.log_once(logging.INFO, _UNMAPPED, error)
     if not tape.y.requires_grad or not all(name in tape.leaves for name in names):
         tape = _passed(model, names, x)

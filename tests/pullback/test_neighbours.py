@@ -142,3 +142,91 @@ def test_tokens_and_lengths_do_not_number_examples() -> None:
     tokens = torch.randint(12, (6, 5), generator=torch.Generator().manual_seed(0))
     x = (tokens, torch.tensor([5, 2, 3, 1, 4, 5]))
     assert not number_examples(Model.of(Tokens().double()), x)
+
+
+# Numbers that the model holds.
+
+
+class Held(nn.Module):
+    """The same network with the numbers in a buffer, in an attribute, or in a collection."""
+
+    def __init__(self, kind: str, where: str, n: int = 6) -> None:
+        super().__init__()
+        self.graph, (self.x, at) = graph(kind, n=n)
+        if where == "buffer":
+            self.register_buffer("at", at)
+        else:
+            self.at = at if where == "attribute" else {"edges": [at]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.graph(x, self.at if isinstance(self.at, Tensor) else self.at["edges"][0])
+
+
+@pytest.mark.parametrize("where", ["buffer", "attribute", "collection"])
+@pytest.mark.parametrize("kind", ["index_select", "shifted", "edges", "scatter"])
+def test_the_metric_is_that_of_all_examples_together_where_the_model_holds_the_numbers(kind: str, where: str) -> None:
+    model = Held(kind, where)
+    G = oracle.dense(jacobian(model, (model.x,)), oracle.euclidean(model(model.x)))
+    close(ng.Dense().estimate(ng.pullback(model, model.x, ng.Euclidean())).dense(), G)
+
+
+class Written(nn.Module):
+    """The numbers are in the program, where nobody sees them before they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x))[[3, 3, 0, 5, 1, 1]])
+
+
+def test_the_metric_is_that_of_all_examples_together_where_the_program_has_the_numbers() -> None:
+    model, x = seeded(Written).double(), normal(6, 3)
+    G = oracle.dense(jacobian(model, (x,)), oracle.euclidean(model(x)))
+    close(ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense(), G)
+
+
+@pytest.mark.parametrize("where", ["buffer", "attribute", "collection"])
+def test_no_example_is_alone_where_the_model_holds_the_numbers(where: str) -> None:
+    """On a GPU it could not be put right afterwards."""
+    model = Held("index", where)
+    assert number_examples(Model.of(model), model.x)
+
+
+def test_a_batch_whose_examples_the_model_numbers_is_not_cut() -> None:
+    model = Held("edges", "buffer", n=40)
+    with pytest.raises(BatchStatisticsError, match=r"integers of the model do \(a table of neighbours.*Raise memory="):
+        ng.Diagonal().estimate(ng.pullback(model, model.x, ng.Euclidean(), memory=2**13))
+
+
+@pytest.mark.parametrize("make", [ng.KFAC, ng.EKFAC, ng.NaturalGradient])
+def test_optimizers_train_models_that_hold_the_numbers(make: Callable[..., ng.NaturalGradient]) -> None:
+    model = Held("shifted", "buffer")
+    opt = make(model, ng.Euclidean(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        opt.zero_grad()
+        losses.append(model(model.x).square().sum(1).mean() / 2)
+        losses[-1].backward()
+        opt.step()
+    assert losses[-1] < losses[0]
+
+
+class Positions(nn.Module):
+    """Positions of tokens, and heads in another order, number no examples; nor do numbers that the pass makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(5, 3), nn.Linear(3, 4)
+        self.register_buffer("places", torch.arange(5))
+        self.register_buffer("order", torch.tensor([2, 0, 1, 3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 5 3] to [n 4]."""
+        h = self.body(x + self.table(self.places))[..., self.order].index_select(1, self.places)
+        return h[torch.arange(len(h)), h.argmax(1)[:, 0]]
+
+
+def test_positions_and_numbers_of_the_pass_do_not_number_examples() -> None:
+    assert not number_examples(Model.of(Positions().double()), normal(10, 5, 3))
