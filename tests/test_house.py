@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
@@ -172,6 +174,15 @@ def test_only_public_names_exist_twice() -> None:
     public = set((ROOT / "tests/public_names.txt").read_text(encoding="utf-8").split())
     pairs = {f"natgrad.{package}.{name}" for name, pair in TWICE.items() for package in pair}
     assert pairs <= public, f"Not public, so rename the class: {sorted(pairs - public)}"
+
+
+def test_an_import_loads_no_compiler() -> None:
+    """torch's takes longer than all of natgrad: an optimizer loads it, as those of torch do."""
+    program = "import sys, natgrad; sys.exit('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    assert done.returncode == 0, "call natgrad.accelerate.modules.uncompiled, not torch.compiler.disable, at import time"
+        "call accelerate.modules.uncompiled"
+    )
 
 
 OPTIONS: dict[str, int] = {}

@@ -7,8 +7,9 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,23 @@ def load_compiler() -> None:
     if "torch._dynamo" not in sys.modules:
         import_module("torch._dynamo")
         gc.collect()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function, *, reason: str | None = None, recursive: bool = True) -> Function:
+    """``torch.compiler.disable(function)``, for the place where it is needed first.
+
+    Above the function, as a decorator, it would load torch's compiler, which takes longer than all of natgrad.
+    """
+    wrapped: Function = _uncompiled(function, recursive, reason)
+    return wrapped
+
+
+@cache
+def _uncompiled(function: Any, recursive: bool, reason: str | None) -> Any:
+    return torch.compiler.disable(function, recursive=recursive, reason=reason)
 
 
 COMPILED_CHILD = "_orig_mod"  # the name under which torch.compile keeps the module

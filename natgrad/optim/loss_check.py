@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.autograd_nodes import computes_gradient
+from natgrad.accelerate.modules import uncompiled
 from natgrad.errors import LossMismatchError
 from natgrad.model import returned_tensors, tensors_of
 from natgrad.optim.module_hooks import LossHook, attach_hook
@@ -413,10 +414,9 @@ def in_training(
 
     One for the inputs alone (``torch.autograd.grad(y.sum(), x)``, for a gradient penalty) is not that of the loss.
     """
-    return partial(_in_training, params, hook, otherwise)
+    return partial(uncompiled(_in_training), params, hook, otherwise)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_training(
     params: Sequence[Tensor], hook: Callable[[Any], None], otherwise: Callable[[], None], cotangent: Any
 ) -> None:

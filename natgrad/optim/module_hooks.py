@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.devices import in_transform
-from natgrad.accelerate.modules import forward_pre_hooks_in, has_pre_hooks, without_pre_hooks
+from natgrad.accelerate.modules import forward_pre_hooks_in, has_pre_hooks, uncompiled, without_pre_hooks
 
 _GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
 _NOT_COMPILED = (
@@ -46,7 +46,7 @@ class LossHook(ModuleHook):
 
     def __init__(self, listener: LossListener) -> None:
         self._listener = weakref.ref(listener)
-        self._tell = torch.compiler.disable(_tell, reason=_NOT_COMPILED)  # here: it loads torch's compiler
+        self._tell = uncompiled(_tell, reason=_NOT_COMPILED)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tell(self._listener, args, kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
-from natgrad.accelerate.modules import load_compiler
+from natgrad.accelerate.modules import load_compiler, uncompiled
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError
 from natgrad.geometry import Covector, Vector, refuse_sparse
@@ -158,7 +158,7 @@ class NaturalGradient(torch.optim.Optimizer):
         )
         refuse_sharded(model)
         load_compiler()
-        self._take_uncompiled = torch.compiler.disable(_take, reason=_EAGER)
+        self._take_uncompiled = uncompiled(_take, reason=_EAGER)
         metric = metric_of(metric)
         of_gradients = metric.source == "gradients"
         whole = Model.of(model, output=output, examples=examples, heads=metric.heads, mixed=of_gradients)

@@ -26,7 +26,7 @@ from natgrad.accelerate.devices import (
     refuse_compiled_backward,
     set_rng_state,
 )
-from natgrad.accelerate.modules import compiling, without_saved_tensor_hooks
+from natgrad.accelerate.modules import compiling, uncompiled, without_saved_tensor_hooks
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector
@@ -1076,10 +1076,9 @@ class ForwardHook(ModuleHook):
 
     def __init__(self, tracker: MetricTracker) -> None:
         self._tracker = weakref.ref(tracker)
-        # Not above the functions, as decorators: they load torch's compiler, which is most of the time of an import.
         # ``_look`` itself is not compiled, and so sees whether its caller is.
-        self._look = torch.compiler.disable(_look, recursive=False, reason=_NOT_COMPILED)
-        self._tell = torch.compiler.disable(_tell)
+        self._look = uncompiled(_look, recursive=False, reason=_NOT_COMPILED)
+        self._tell = uncompiled(_tell)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # torch.export refuses functions that are not compiled: ``_look`` is not reached there.

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.devices import refuse_compiled_backward
+from natgrad.accelerate.modules import uncompiled
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
 from natgrad.pullback.layer import Block
@@ -41,7 +41,6 @@ def _outermost(receive: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _receive_eagerly(receive: Callable[..., None], *arrived: Any) -> None:
     refuse_compiled_backward()
     receive(*arrived)
@@ -152,7 +151,7 @@ class BackwardHooks:
             for j, edge in enumerate(tape.uses[at].edges):
                 if edge is not None:
                     outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
-        hook = partial(_receive_eagerly, _outermost(self._receive))
+        hook = partial(uncompiled(_receive_eagerly), _outermost(self._receive))
         self._handles = [node.register_prehook(partial(hook, of_node)) for node, of_node in outputs.items()]
         # Without the graph, which holds the hooks and with them this object.
         uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
