@@ -259,6 +259,7 @@ class EigenKroneckerOperator(LayerOperator):
     power: float = field(default=1.0, kw_only=True)
     eigenvectors: Eigenvectors = field(default="exact", kw_only=True)
     moments: Moments = field(default="carried", kw_only=True)
+    products: bool = field(default=False, kw_only=True)  # whether D is s ⊗ a of the eigenvalues of S and A
     in_place: bool = field(default=False, kw_only=True)  # its basis is renewed where it is, and no other metric's
 
     @property

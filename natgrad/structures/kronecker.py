@@ -41,7 +41,7 @@ from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import IncompatibleError
-from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular, without_rounding
+from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
 from natgrad.pullback.backward import BackwardHooks
@@ -73,7 +73,6 @@ from natgrad.structures.layered import (
     LayerInverse,
     LayerOperator,
     LayerSplit,
-    Rotation,
     SidesCost,
     diagonal_of,
     eigenvalues,
@@ -439,6 +438,7 @@ class KroneckerOperator(LayerOperator):
     last refresh, what the next estimates with ``fit="kl"`` need.
     """
 
+    products: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -510,24 +510,22 @@ class KroneckerOperator(LayerOperator):
 
     def diagonalised(self) -> EigenKroneckerOperator:
         # In double precision: rounding of a small eigenvalue of one factor is multiplied by the largest of the other.
-        dtype, products, sides = self.layout.dtype, list[list[Tensor]](), list[tuple[Rotation, ...]]()
-        for factors in (self.left, self.right):
-            values, vectors = spectra([factor.double() for factor in factors])
-            pairs = zip(values, vectors, strict=True)  # a diagonal factor has no rounding
-            products.append([x if q is None else without_rounding(x, dtype) for x, q in pairs])
-            sides.append(tuple(q if q is None else q.to(dtype) for q in vectors))
-        scales = (self.layer_values(b, s, a).to(dtype) for b, (s, a) in enumerate(zip(*products, strict=True)))
+        (s, q), (a, p) = (spectra([factor.double() for factor in side]) for side in (self.left, self.right))
+        dtype = self.layout.dtype
+        left, right = (tuple(side if side is None else side.to(dtype) for side in each) for each in (q, p))
+        scales = (self.layer_values(b, *pair).to(dtype) for b, pair in enumerate(zip(s, a, strict=True)))
         fallback = None if self.fallback is None else self.fallback.diagonalised()
         return EigenKroneckerOperator(
             self.layout,
             self.blocks,
             self.left,
             self.right,
-            Basis(sides[0], sides[1]),
+            Basis(left, right),
             tuple(scales),
             fallback,
             self.unseen,
             power=self.power,
+            products=True,
         )
 
     def lerp(self, other: Operator, weight: float) -> KroneckerOperator:

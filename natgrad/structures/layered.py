@@ -55,6 +55,7 @@ from natgrad.linalg import (
     refuse_indefinite,
     refuse_rounding,
     refuse_singular,
+    without_rounding,
 )
 from natgrad.log import listed
 from natgrad.model import Model, check_slots, check_types
@@ -450,6 +451,11 @@ class LayerOperator(Operator):
     fallback: Operator | None
     unseen: frozenset[str]
 
+    @property
+    @abstractmethod
+    def products(self) -> bool:
+        """Whether the eigenvalues of a layer are products of those of S and A, of which some are rounding."""
+
     @abstractmethod
     def applied(self, b: int, w: Tensor) -> Tensor:
         """G^p W [c o i] of the layer number b."""
@@ -547,7 +553,15 @@ class LayerOperator(Operator):
         return total if self.fallback is None else total + self.fallback.logdet(damping)
 
     def eigenvalues(self) -> Tensor | None:
-        layers = [values.double().clamp(min=0).flatten() for values in self.spectrum()[0]]
+        layers, dtype = list[Tensor](), self.layout.dtype
+        scales, basis = self.spectrum()
+        for values, (q, p) in zip(scales, basis.sides, strict=True):
+            d = values.double()
+            if self.products and p is not None:  # beside one s_o the largest is that of A
+                d = without_rounding(d, dtype)
+            if self.products and q is not None:
+                d = without_rounding(d.mT, dtype).mT
+            layers.append(d.clamp(min=0).flatten())
         if self.fallback is None:
             return torch.cat(layers)
         below = self.fallback.eigenvalues()

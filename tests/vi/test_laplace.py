@@ -205,6 +205,20 @@ def test_log_determinants_with_damping_below_rounding_are_those_in_double_precis
     assert found[0] == pytest.approx(found[1], rel=0.05)
 
 
+@pytest.mark.parametrize("kept", ["kronecker", "diagonal"])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_predictive_in_single_precision_is_that_in_double_precision(kept: str, seed: int) -> None:
+    """A direction without curvature has the variance 1/δ, which outputs must not see by rounding."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
+    x, points, found = torch.linspace(-2, 2, 150)[:, None], torch.linspace(-3, 3, 20)[:, None], []
+    for dtype in (torch.float32, DOUBLE):
+        metric = ng.Fisher(ng.Gaussian(scale=0.03))
+        posterior = ng.vi.Laplace(model.to(dtype), x.to(dtype), metric, KEPT[kept][0], prior_precision=0.01)
+        found.append(posterior.predictive(points.to(dtype)).variance.double())
+    torch.testing.assert_close(found[0], found[1], rtol=0.1, atol=0)
+
+
 def _regression(n: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     """x [n 3], targets [n 2] and the features [n 4] with the homogeneous 1."""
     x, t = seeded(lambda: (torch.randn(n, 3, dtype=DOUBLE), torch.randn(n, 2, dtype=DOUBLE)), seed=5)
