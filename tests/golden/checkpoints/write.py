@@ -60,11 +60,10 @@ MAKES: dict[str, Callable[[nn.Module], Any]] = {
 }
 if hasattr(ng, "Natural"):
     MAKES |= {
-        "natural": lambda model: ng.Natural(model, lr=0.01),
+        "natural": lambda model: ng.Natural(model, lr=0.01, polar=False),  # polar factors are in bfloat16
         "soap": lambda model: ng.SOAP(model, lr=0.01),
         "shampoo": lambda model: ng.Shampoo(model, lr=0.01),
         "kfac_with_adamw": lambda model: ng.KFAC(model, METRIC, fallback="adamw", **OPTIONS),
-        "fresh": lambda model: ng.KFAC(model, METRIC, inverse_every="fresh", damping=ng.Relative(0.1)),
     }
 
 
