@@ -14,8 +14,7 @@ from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.lanczos import SpectralDensity, residual, spectral_density
 from natgrad.linalg import eigh, range_rounding
 from natgrad.model import Model, check_slots, map_tensors
-from natgrad.pullback.pullback import Pullback, at
-from natgrad.pullback.pullback import pullback as pulled_back
+from natgrad.pullback.pullback import Observer, Pullback, at, layers_of
 from natgrad.structures.base import Layout
 from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit
@@ -236,7 +235,7 @@ def _in_double(pb: Pullback) -> Pullback:
             doubled = Model.of(copy.deepcopy(model.module).double())
             moved = replace(model, function=doubled.function, params=doubled.params)
         x, target = map_tensors(pb.batch.x, double), map_tensors(pb.batch.target, double)
-        new = pulled_back(moved, x, pb.metric, target, memory=pb.memory)
+        new = Observer(moved, pb.metric, layers_of(moved), None, pb.memory).checked(x, target)
     except (RuntimeError, TypeError, ValueError, NatgradError):  # single precision is written into it somewhere
         return pb
     return new if new.y.dtype == torch.float64 and new.y.shape == pb.y.shape else pb

@@ -25,13 +25,15 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NoReturn, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from natgrad.linearise import Linearisation, linearise
-from natgrad.model import Inputs, Model
+from natgrad.model import Inputs, Model, batches_of
 
 Self = TypeVar("Self", bound="NamedTensors")
 
@@ -320,15 +322,19 @@ class Jacobian:
     """J = ∂y/∂θ of the outputs y [n *out] at a batch, as products: the model is linearised once, at a snapshot.
 
     Made by ``jacobian``. J maps vectors to velocities of the outputs (``push``), and Jᵀ maps covectors of the outputs
-    to covectors of the parameters (``pull``).
+    to covectors of the parameters (``pull``). Of a loader it is that of all its batches, one below the other.
     """
 
-    _linear: Linearisation
+    _batches: tuple[Linearisation, ...]
 
     @property
     def y(self) -> Tensor:
         """The outputs [n *out] where the model was linearised."""
-        return self._linear.y
+        return _below([linear.y for linear in self._batches])
+
+    @property
+    def _params(self) -> Mapping[str, Tensor]:
+        return self._batches[0].params
 
     def push(self, v: Vector) -> Tensor:
         """J v [n *out]: the velocity of the outputs when the parameters move along v."""
@@ -337,18 +343,20 @@ class Jacobian:
                 f"only a Vector can be pushed forward, not a {type(v).__name__}: natgrad.sharp(G, ω) makes a Vector of "
                 "a Covector"
             )
-        _match(dict(sorted(self._linear.params.items())), dict(sorted(v.items())), "the model and v")
-        return self._linear.push(v)
+        _match(dict(sorted(self._params.items())), dict(sorted(v.items())), "the model and v")
+        return _below([linear.push(v) for linear in self._batches])
 
     def pull(self, u: Tensor) -> Covector:
         """Jᵀu, for a covector u [n *out] of the outputs; this is back-propagation."""
         if u.shape != self.y.shape:
             raise ValueError(f"u has the shape {tuple(u.shape)}, and the outputs have {tuple(self.y.shape)}")
-        return Covector(self._linear.pull(u))
+        pieces = u.split([len(linear.y) for linear in self._batches])
+        pulled = [Covector(linear.pull(piece)) for linear, piece in zip(self._batches, pieces, strict=True)]
+        return reduce(Covector.__add__, pulled)
 
     def dense(self) -> Tensor:
         """J as a matrix [n *out p], in flattening order: as many products as there are outputs, or parameters."""
-        params = self._linear.params
+        params = self._params
         size = sum(p.numel() for p in params.values())
         if self.y.numel() <= size:
             units = torch.eye(self.y.numel(), dtype=self.y.dtype, device=self.y.device)
@@ -360,15 +368,16 @@ class Jacobian:
 
 def jacobian(
     model: nn.Module | Callable[..., Any],
-    x: Inputs,
+    x: Inputs | DataLoader[Any],
     *,
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Jacobian:
     """The Jacobian of the outputs of a model in its parameters, as products that can be repeated.
 
-    ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the model
-    returns.
+    ``x``: a batch, or a ``DataLoader``, whose batches are read once and kept: J is that of the joint batch, in its
+    memory, with the examples in the order of that reading. ``params``: the parameters of a pure function
+    ``f(params, x)``. ``output``: extracts y [n *out] from what the model returns.
 
     >>> J = jacobian(nn.Linear(2, 1), torch.tensor([[3.0, 4.0]]))
     >>> J.push(Vector({"weight": torch.tensor([[1.0, 1.0]]), "bias": torch.ones(1)}))
@@ -376,7 +385,16 @@ def jacobian(
     >>> J.dense()
     tensor([[[3., 4., 1.]]])
     """
-    return Jacobian(linearise(Model.of(model, params, output), x))
+    wrapped = Model.of(model, params, output)
+    inputs = [each for each, _ in batches_of(wrapped, x)] if isinstance(x, DataLoader) else [x]
+    if not inputs:
+        raise ValueError("the loader has no batch: there is nothing to linearise the model at")
+    return Jacobian(tuple(linearise(wrapped, each) for each in inputs))
+
+
+def _below(batches: list[Tensor]) -> Tensor:
+    """[n *out] of all batches."""
+    return batches[0] if len(batches) == 1 else torch.cat(batches)
 
 
 def pushforward(

@@ -15,7 +15,7 @@ from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.linalg import eigh, eigvalsh, gauss_rule
 from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
-from natgrad.pullback.pullback import MEMORY, Pullback
+from natgrad.pullback.pullback import MEMORY, LoaderPullback, Pullback
 from natgrad.structures.base import Operator
 from natgrad.structures.implicit import Implicit
 
@@ -137,7 +137,7 @@ def _nonempty(lines: list[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def spectral_density(
-    G: Operator | Pullback,
+    G: Operator | Pullback | LoaderPullback,
     *,
     probes: int = 4,
     steps: int = 100,
@@ -167,8 +167,8 @@ def spectral_density(
     (0.5, 2.0)
     """
     if memory is None:
-        memory = G.memory if isinstance(G, Pullback) else MEMORY
-    if isinstance(G, Pullback):
+        memory = MEMORY if isinstance(G, Operator) else G.memory
+    if isinstance(G, Pullback | LoaderPullback):
         G = Implicit().estimate(G)
     check_slots(G=(G, Operator))
     if probes < 2 or steps < 1:

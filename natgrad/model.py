@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader
 
 from natgrad.accelerate.modules import (
     COMPILED_CHILD,
@@ -210,6 +211,8 @@ class Model:
 
     def evaluated(self, params: Mapping[str, Tensor] | None, x: Inputs) -> tuple[Tensor, Shapes]:
         """y at ``params``, and the shapes of its heads."""
+        if isinstance(x, DataLoader):
+            raise TypeError("x is a DataLoader, where one batch of inputs belongs: call this for every batch of it")
         device = self.example.device
         with unfused(self.function, device), without_checkpoints(), library_pass():
             return deterministic(partial(self._run, params, x), self.function, device)
@@ -475,6 +478,21 @@ def map_tensors(x: Inputs, function: Callable[[Tensor], Any]) -> Inputs:
         values = [map_tensors(value, function) for value in x]
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)  # a named tuple, a packed sequence
     return x
+
+
+def batches_of(model: Model, loader: DataLoader[Any]) -> Iterator[tuple[Inputs, Any]]:
+    """The batches (x, target) of a loader of x or of pairs (x, target), on the device of the model."""
+    for item in loader:
+        batch = map_tensors(item, lambda t: t.to(model.example.device))
+        if isinstance(batch, Tensor):
+            yield batch, None
+        elif isinstance(batch, (list, tuple)) and 1 <= len(batch) <= 2:
+            yield batch[0], batch[1] if len(batch) == 2 else None
+        else:
+            raise TypeError(
+                f"a loader must give tensors x or pairs (x, target), and this one gave a {type(item).__name__}: put "
+                "several inputs into a tuple x of their own"
+            )
 
 
 _inside: ContextVar[bool] = ContextVar("natgrad evaluates a model", default=False)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from natgrad.geometry import Covector, Vector, differential
 from natgrad.linalg import Damping, check_finite
-from natgrad.model import Inputs, Model, check_slots
+from natgrad.model import Inputs, Model, batches_of, check_slots, tensors_of
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
@@ -81,13 +83,18 @@ def natural_gradient(
 
 def hessian(
     model: nn.Module | Callable[..., Any],
-    x: Inputs,
-    loss: Callable[[Tensor], Tensor],
+    x: Inputs | DataLoader[Any],
+    loss: Callable[..., Tensor],
     *,
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> HessianOperator:
     """H = ∇²L of a loss at a batch x, as products (Pearlmutter 1994); ``loss`` is a function of the outputs y.
+
+    Of a ``DataLoader`` of pairs (x, target) it is a function of y and the target, as ``nn.CrossEntropyLoss()`` is, and
+    of a loader of x one of y. Every product then reads the loader, in the memory of one batch. The loss of a batch is
+    taken for the mean over its examples, and L is that over all examples; with ``reduction="sum"`` both are sums. A
+    loader that shuffles is welcome, and one that changes its examples (random crops) has no Hessian.
 
     H = JᵀMJ + Σ_d (∂L/∂y_d) ∇²y_d with M = ∇²L at the outputs (Johnson 2017, (40)). The first term is a metric, the
     generalised Gauss–Newton matrix; the second one can be negative, and H with it. At an exact fit the second term is
@@ -100,9 +107,43 @@ def hessian(
     >>> H.dense().shape, H.differential  # a loss that is convex in the parameters: H is the metric
     (torch.Size([9, 9]), Covector(weight: (3, 2), bias: (3,)))
     """
-    _check_of_outputs(loss)
     wrapped = Model.of(model, params, output)
-    return HessianOperator.at(lambda θ: loss(wrapped(θ, x)), wrapped.params)
+    if not isinstance(x, DataLoader):
+        _check_of_outputs(loss)
+        return HessianOperator.at(lambda θ: loss(wrapped(θ, x)), wrapped.params)
+    loader, summed = x, _is_sum(loss)
+    total = sum(_examples(each) for each, _ in batches_of(wrapped, loader))
+    if not total:
+        raise ValueError("the loader has no batch: there is no loss to differentiate")
+
+    def objectives() -> Iterator[tuple[float, Callable[[Mapping[str, Tensor]], Tensor]]]:
+        count = 0
+        for each, target in batches_of(wrapped, loader):
+            n, given = _examples(each), () if target is None else (target,)
+            count += n
+            yield 1.0 if summed else n / total, partial(_loss_at, wrapped, each, loss, given)
+        if count != total:
+            raise ValueError(
+                f"the loader gave {total} examples at first, and {count} now: a product with the Hessian needs all of "
+                "them every time. Give a loader that can be read again"
+            )
+
+    return HessianOperator.of_sum(objectives, wrapped.params)
+
+
+def _loss_at(
+    model: Model, x: Inputs, loss: Callable[..., Tensor], given: tuple[Any, ...], θ: Mapping[str, Tensor]
+) -> Tensor:
+    return loss(model(θ, x), *given)
+
+
+def _is_sum(loss: Callable[..., Tensor]) -> bool:
+    reduction = loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
+    return bool(reduction == "sum")
+
+
+def _examples(x: Inputs) -> int:
+    return next((t.shape[0] for t in tensors_of(x) if t.ndim), 1)
 
 
 def _check_of_outputs(loss: Callable[..., Any]) -> None:

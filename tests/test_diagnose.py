@@ -108,7 +108,7 @@ def test_the_rank_is_not_constant_at_a_cusp_and_is_on_a_parabola() -> None:
 
     def look(φ: object, at: float) -> ng.Diagnosis:
         params = {"ξ": torch.tensor(at, dtype=torch.float64)}
-        return ng.diagnose(ng.pullback(φ, None, ng.Euclidean(), params=params))  # type: ignore[arg-type]
+        return ng.diagnose(ng.pullback(φ, None, ng.Euclidean(), params=params))  # type: ignore[call-overload]
 
     def cusp(p: dict[str, Tensor], x: None) -> Tensor:
         return torch.stack([p["ξ"] ** 2, p["ξ"] ** 3]).view(1, 2)

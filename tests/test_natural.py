@@ -192,7 +192,7 @@ REFUSED = [
         TypeError,
         r"of the outputs alone, and CrossEntropyLoss is not: write lambda y: loss\(y, target\)",
     ),
-    (lambda m, x: ng.hessian(m, x, F.mse_loss), TypeError, "of the outputs alone, and mse_loss is not"),  # type: ignore[arg-type]
+    (lambda m, x: ng.hessian(m, x, F.mse_loss), TypeError, "of the outputs alone, and mse_loss is not"),
     (lambda m, x: ng.diagnose(m), TypeError, r"got a Sequential: ng\.pullback\(model, x, metric\) makes one"),
     (lambda m, x: ng.natural_gradient(m, x / 0, lambda y: y.sum(), FISHER), ng.errors.NonFiniteError, "not finite"),
 ]

@@ -22,7 +22,8 @@ from natgrad.output.metric import Euclidean
 from natgrad.pullback.chunks import check_independent, examples, separable
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import MEMORY, pullback
+from natgrad.pullback.pullback import MEMORY, Observer
+from natgrad.pullback.pullback import layers_of as layers_of_model
 from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import index_of, name_of
 from natgrad.structures.kernel import Kernel, KernelOperator
@@ -143,7 +144,7 @@ def jacobian_rows(model: Model, x: Inputs, memory: int, chosen: Range | None = N
     """J/√N at the points x, or at a range of them, as per-layer factors."""
     if chosen is not None:
         x = examples(x, chosen, max(t.shape[0] for t in tensors_of(x)))
-    pb = pullback(model, x, Euclidean(), memory=memory)
+    pb = Observer(model, Euclidean(), layers_of_model(model), None, memory).checked(x)
     needed = (Kernel().elements(pb) - 2 * (pb.columns * pb.n) ** 2) * pb.y.element_size()  # without its matrices
     if needed > memory:
         raise MemoryBoundError(

@@ -22,7 +22,7 @@ from natgrad.linalg import check_damping, check_finite, eigh, svd
 from natgrad.log import listed
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
-from natgrad.pullback.pullback import MEMORY, Pullback, pullback
+from natgrad.pullback.pullback import MEMORY, Observer, Pullback, layers_of
 from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
 
@@ -257,7 +257,8 @@ def _in_hilbert_space(
 ) -> tuple[TangentFrame, Tensor, Tensor]:
     """The frame of the Hilbert space of a kernel, K [n n] and the outputs y [n *out] at the points x."""
     check_slots(kernel=(kernel, ReproducingKernel))
-    pb = pullback(Model.of(model, params, output), x, Euclidean())
+    wrapped = Model.of(model, params, output)
+    pb = Observer(wrapped, Euclidean(), layers_of(wrapped), None).checked(x)
     with torch.no_grad():
         K = kernel(x)
     if K.shape[0] != pb.n:

@@ -2,5 +2,6 @@
 
 from natgrad.pullback.factors import Factors as Factors
 from natgrad.pullback.layer import Block as Block
+from natgrad.pullback.pullback import LoaderPullback as LoaderPullback
 from natgrad.pullback.pullback import Pullback as Pullback
 from natgrad.pullback.pullback import pullback as pullback

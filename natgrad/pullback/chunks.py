@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.temporaries import CHUNK_BYTES
@@ -31,6 +32,8 @@ def examples(x: Inputs, chunk: ExampleRange, n: int) -> Inputs:
 
 def check_inputs(model: Model, x: Inputs) -> None:
     """Refuse an empty batch, nested tensors, and inputs that lie on another device than the parameters."""
+    if isinstance(x, DataLoader):
+        raise TypeError("x is a DataLoader, where one batch of inputs belongs: call this for every batch of it")
     refuse_nested(x, "the inputs")
     for t in tensors_of(x):
         if t.ndim and t.shape[0] == 0:

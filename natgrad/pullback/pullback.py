@@ -7,20 +7,21 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from natgrad.accelerate.autograd_nodes import version_of
 from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
 from natgrad.accelerate.temporaries import STAYS_IN_CPU_CACHE
-from natgrad.errors import MemoryBoundError, NatgradError, NonFiniteError
+from natgrad.errors import IncompatibleError, MemoryBoundError, NatgradError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.log import OnceLogger, listed
-from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, batches_of, check_slots, map_tensors, tensors_of
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
@@ -489,16 +490,93 @@ Result = TypeVar("Result")
 Others = ParamSpec("Others")
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class LoaderPullback:
+    """A metric pulled back over all batches of a ``DataLoader``; made by ``pullback(model, loader, metric)``.
+
+    Every estimate reads the loader, once, at the parameters that the model has then. It is the mean over the examples,
+    as of the joint batch, in the memory of one batch; ``Kernel`` and ``Implicit`` keep all of them.
+    """
+
+    observer: Observer
+    loader: DataLoader[Any]
+
+    @staticmethod
+    def of(observer: Observer, loader: DataLoader[Any], target: Any) -> LoaderPullback:
+        """Refuses a ``target``, which belongs to one batch."""
+        if target is not None:
+            raise TypeError("target= belongs to one batch x; a loader brings its targets, as pairs (x, target)")
+        return LoaderPullback(observer, loader)
+
+    def __iter__(self) -> Iterator[Pullback]:
+        """The pullback of every batch."""
+        for x, target in batches_of(self.observer.model, self.loader):
+            yield self.observer.checked(x, target)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a structure may occupy."""
+        return self.observer.memory
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise TypeError(
+            f"the pullback of a DataLoader has no {name}: give one batch x here, or do it for every batch, `for pb in "
+            "pullback(model, loader, metric)`. Structures take the loader: ng.Kronecker().estimate(pullback)"
+        )
+
+    def mean(self, structure: Any, like: Any = None) -> tuple[Any, int]:
+        """The estimate of a structure from all batches, weighted by their examples, and the number of these.
+
+        A structure with eigenvectors takes those of the first batch for all estimates of a pass. Those of all batches
+        are known at the end of it, and the eigenvalues are measured in them in a second pass.
+        """
+        G, n, count = self._one_pass(structure, like)
+        if G is None:
+            raise ValueError("the loader has no batch: there is no data to estimate the metric from")
+        G = G.finite(wait=True)
+        if not structure.has_basis or count == 1:
+            return G, n
+        again, n2, _ = self._one_pass(structure, G.renewed(exact=True))
+        if again is None or n2 != n:
+            raise ValueError(
+                f"the loader gave {n} examples in a first pass, and {n2} in a second one, which {structure!r} needs: "
+                "its eigenvalues are measured in the eigenvectors of all examples. Give a loader that can be read "
+                "twice, or use Kronecker()"
+            )
+        return again.finite(wait=True), n
+
+    def _one_pass(self, structure: Any, like: Any) -> tuple[Any, int, int]:
+        """The mean of all batches (None without one), the number of their examples, and that of the batches."""
+        operator, n, count = None, 0, 0
+        for pb in self:
+            if pb.coupling is not None:
+                raise IncompatibleError(
+                    f"a DataLoader does not work with {pb.metric!r}, which couples the examples, also those of two "
+                    "batches: give one batch, or a metric that is a sum over the examples (Fisher, Euclidean)"
+                )
+            n, count = n + pb.n, count + 1
+            new = structure.estimate(pb, operator or like)
+            operator = new if operator is None else operator.lerp(new, pb.n / n)
+        return operator, n, count
+
+
 def without_autocast(
     estimate: Callable[Concatenate[Self, Pullback, Others], Result],
-) -> Callable[Concatenate[Self, Pullback, Others], Result]:
+) -> Callable[Concatenate[Self, Pullback | LoaderPullback, Others], Result]:
     """An estimate with autocast off, which would round every product of factors to half precision, and no gradients.
 
-    Refused where the parameters have changed since the pass.
+    Refused where the parameters have changed since the pass. Of a loader it is the mean over its batches.
     """
 
     @wraps(estimate)
-    def wrapped(self: Self, pullback: Pullback, /, *args: Others.args, **kwargs: Others.kwargs) -> Result:
+    def wrapped(
+        self: Self, pullback: Pullback | LoaderPullback, /, *args: Others.args, **kwargs: Others.kwargs
+    ) -> Result:
+        if isinstance(pullback, LoaderPullback):
+            return pullback.mean(self, *args, **kwargs)[0]
         pullback.check_current()
         with torch.no_grad(), full_precision(pullback.y.device):
             return estimate(self, pullback, *args, **kwargs)
@@ -536,6 +614,23 @@ class NoRuleError(Exception):
         self.reasons = reasons
 
 
+@overload
+def pullback(
+    model: nn.Module | Callable[..., Any] | Model,
+    x: DataLoader[Any],
+    metric: OutputMetric | Criterion,
+    target: None = None,
+    generator: torch.Generator | None = None,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    examples: Literal["inputs"] | None = None,
+    memory: int = MEMORY,
+    rules: Sequence[Rule] = (),
+) -> LoaderPullback: ...
+
+
+@overload
 def pullback(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
@@ -548,13 +643,29 @@ def pullback(
     examples: Literal["inputs"] | None = None,
     memory: int = MEMORY,
     rules: Sequence[Rule] = (),
-) -> Pullback:
+) -> Pullback: ...
+
+
+def pullback(
+    model: nn.Module | Callable[..., Any] | Model,
+    x: Inputs,
+    metric: OutputMetric | Criterion,
+    target: Any = None,
+    generator: torch.Generator | None = None,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    examples: Literal["inputs"] | None = None,
+    memory: int = MEMORY,
+    rules: Sequence[Rule] = (),
+) -> Pullback | LoaderPullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
 
     ``metric``: a metric, or a loss, which stands for ``metric_of(loss)``; ``target`` are then the targets of the batch.
 
     ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
-    each. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
+    each; or a ``DataLoader`` of such x, or of pairs (x, target), over whose batches every structure then takes the
+    mean. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
     model returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
     (``logits.view(-1, V)``), and the targets are flattened, too; the first input has the n examples on its first axis,
     and y becomes [n t *out]. Without it this is found where rows of the outputs depend on each other (attention) and
@@ -572,7 +683,8 @@ def pullback(
     """
     metric = metric_of(metric)
     wrapped = Model.of(model, params, output, examples, metric.heads)
-    return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
+    observer = Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory)
+    return LoaderPullback.of(observer, x, target) if isinstance(x, DataLoader) else observer.checked(x, target)
 
 
 @final

@@ -143,7 +143,7 @@ class Structure(ABC):
 
     @abstractmethod
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
-        """The operator of this structure, at the model and the batch of the pullback.
+        """The operator of this structure, at the model and the batch of the pullback, or the batches of a loader.
 
         ``like``: what it will be averaged with; what is amortised over many estimates (a basis) is taken from it.
         """

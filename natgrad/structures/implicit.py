@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import ClassVar, cast, final
 
 import torch
@@ -164,50 +164,50 @@ class HessianOperator(Operator):
     """
 
     layout: Layout
-    leaves: tuple[Tensor, ...]
-    gradients: tuple[Tensor, ...]  # with their graph
+    point: Mapping[str, Tensor]
+    terms: Callable[[], Iterable[tuple[float, GradientGraph]]]  # with their weights
 
     @staticmethod
     def at(objective: Callable[[Mapping[str, Tensor]], Tensor], point: Mapping[str, Tensor]) -> HessianOperator:
         """The Hessian of a function of named parameters, at a snapshot of the point."""
-        leaves = {name: p.detach().clone().requires_grad_() for name, p in point.items()}
-        device = next(iter(leaves.values())).device
-        # Fused attention, and the recurrent layers of cuDNN, have no second derivative.
-        with torch.enable_grad(), unfused(None, device), without_fused_recurrence(device):
-            # 0·θ² keeps a graph for parameters in which J is linear or constant: their Hessian is zero, not missing.
-            value = objective(leaves) + sum((0 * p.square()).sum() for p in leaves.values())
-            gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
-        return HessianOperator(Layout.of(point), tuple(leaves.values()), tuple(gradients))
+        graph = GradientGraph.of(objective, point)
+        return HessianOperator(Layout.of(point), dict(point), lambda: [(1.0, graph)])
+
+    @staticmethod
+    def of_sum(
+        objectives: Callable[[], Iterable[tuple[float, Callable[[Mapping[str, Tensor]], Tensor]]]],
+        point: Mapping[str, Tensor],
+    ) -> HessianOperator:
+        """The Hessian of Σ w J of objectives that are asked for, one at a time, for every product or differential."""
+        point = {name: p.detach().clone() for name, p in point.items()}
+
+        def terms() -> Iterator[tuple[float, GradientGraph]]:
+            for weight, objective in objectives():
+                yield weight, GradientGraph.of(objective, point)
+
+        return HessianOperator(Layout.of(point), point, terms)
 
     @property
     def device(self) -> torch.device:
-        return self.leaves[0].device
+        return next(iter(self.point.values())).device
 
-    @property
+    @cached_property
     def differential(self) -> Covector:
         """dJ at the same point."""
-        return Covector({name: g.detach() for name, g in zip(self.layout.like, self.gradients, strict=True)})
+        return self.layout.covector(sum_of(self.terms(), GradientGraph.gradient))
 
     def product(self, v: Tensor) -> Tensor:
-        tangents = list(self.layout.vector(v).values())
-        products = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
-        return torch.cat([t.reshape(-1) for t in products]).to(v.dtype)
+        tangents = self.layout.vector(v)
+        return sum_of(self.terms(), lambda graph: graph.product(list(tangents.values()))).to(v.dtype)
 
     def diagonal(self) -> Tensor:
         return self.dense().diagonal()
 
     def dense(self) -> Tensor:
-        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.leaves[0].device)
-        matrix = torch.cat([self._products(columns) for columns in eye.split(HESSIAN_COLUMNS)])
+        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.device)
+        columns = eye.split(HESSIAN_COLUMNS)
+        matrix = sum_of(self.terms(), lambda graph: torch.cat([graph.products(some) for some in columns]))
         return 0.5 * (matrix + matrix.T)
-
-    def _products(self, v: Tensor) -> Tensor:
-        """H v [k p] of several vectors [k p]: one batched backward pass, where the kernels allow it."""
-        pieces = v.split([t.numel() for t in self.leaves], dim=1)
-        tangents = tuple(t.reshape(len(v), *g.shape).to(g.dtype) for t, g in zip(pieces, self.gradients, strict=True))
-        products = vjp(self.gradients, self.leaves, tangents)
-        columns = [t.reshape(len(v), p.numel()) for t, p in zip(products, self.leaves, strict=True) if t is not None]
-        return torch.cat(columns, dim=1).to(v.dtype)
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         return DenseOperator(self.layout, self.dense()).logdet(damping)
@@ -223,3 +223,46 @@ class HessianOperator(Operator):
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         self.refuse("Pinv", "a Hessian can be indefinite, and then it need not descend; use CG() or Cholesky()")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GradientGraph:
+    """The gradients of a function in ``leaves``, with the graph that differentiates them again."""
+
+    leaves: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(objective: Callable[[Mapping[str, Tensor]], Tensor], point: Mapping[str, Tensor]) -> GradientGraph:
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in point.items()}
+        device = next(iter(leaves.values())).device
+        # Fused attention, and the recurrent layers of cuDNN, have no second derivative.
+        with torch.enable_grad(), unfused(None, device), without_fused_recurrence(device):
+            # 0·θ² keeps a graph for parameters in which J is linear or constant: their Hessian is zero, not missing.
+            value = objective(leaves) + sum((0 * p.square()).sum() for p in leaves.values())
+            gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
+        return GradientGraph(tuple(leaves.values()), tuple(gradients))
+
+    def gradient(self) -> Tensor:
+        """dJ [p]."""
+        return torch.cat([g.detach().reshape(-1) for g in self.gradients])
+
+    def product(self, tangents: Sequence[Tensor]) -> Tensor:
+        """H v [p]."""
+        products = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
+        return torch.cat([t.reshape(-1) for t in products])
+
+    def products(self, v: Tensor) -> Tensor:
+        """H v [k p] of several vectors [k p]: one batched backward pass, where the kernels allow it."""
+        pieces = v.split([t.numel() for t in self.leaves], dim=1)
+        tangents = tuple(t.reshape(len(v), *g.shape).to(g.dtype) for t, g in zip(pieces, self.gradients, strict=True))
+        products = vjp(self.gradients, self.leaves, tangents)
+        columns = [t.reshape(len(v), p.numel()) for t, p in zip(products, self.leaves, strict=True) if t is not None]
+        return torch.cat(columns, dim=1).to(v.dtype)
+
+
+def sum_of(terms: Iterable[tuple[float, GradientGraph]], query: Callable[[GradientGraph], Tensor]) -> Tensor:
+    """Σ w q of the terms; one alone has the weight 1 and is returned as it is."""
+    values = (query(graph) if weight == 1.0 else query(graph) * weight for weight, graph in terms)
+    return reduce(torch.add, values)

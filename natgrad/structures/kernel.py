@@ -66,6 +66,7 @@ class Kernel(Structure):
         rows = pullback.columns * pullback.n
         return pullback.n * pullback.factor_size + 2 * rows**2  # and the Gram matrix, and that of one block
 
+    @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KernelOperator:
         self.admit(pullback)
         return self.factored(pullback)

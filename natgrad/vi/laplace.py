@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,12 +20,12 @@ from natgrad.families.diagonal_gaussian import Gaussian
 from natgrad.families.discrete import Bernoulli
 from natgrad.geometry import Vector
 from natgrad.linalg import check_positive, is_number
-from natgrad.model import Inputs, Model, check_slots, map_tensors
+from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.fisher import Fisher
 from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import check_independent, examples, separable
-from natgrad.pullback.pullback import Observer, Pullback, layers_of
+from natgrad.pullback.pullback import LoaderPullback, Observer, Pullback, layers_of
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
@@ -414,66 +414,17 @@ def _mean_metric(
     target: Any,
     generator: torch.Generator | None,
 ) -> tuple[Operator, int]:
-    """G and N; G of a loader is the mean over its batches, weighted by their examples.
-
-    A structure with eigenvectors takes those of the first batch for all estimates of a pass. Those of all batches are
-    known at the end of it, and D is measured in them in a second pass.
-    """
+    """G and N; G of a loader is the mean over its batches, weighted by their examples."""
     view = Observer(model, metric, layers_of(model), generator)
-    G, n, count = _one_pass(view, _batches(model, x, target), structure)
-    if G is None:
-        raise ValueError("the loader has no batch: there is no data to take the curvature at")
-    G = G.finite(wait=True)
-    if not structure.has_basis or count == 1:
-        return G, n
-    again, n2, _ = _one_pass(view, _batches(model, x, target), structure, G.renewed(exact=True))
-    if again is None or n2 != n:
-        raise ValueError(
-            f"the loader gave {n} examples in a first pass, and {n2} in a second one, which {structure!r} needs: its "
-            "eigenvalues are measured in the eigenvectors of all examples. Give a loader that can be read twice, or "
-            "use Kronecker()"
+    if isinstance(x, DataLoader):
+        return LoaderPullback.of(view, x, target).mean(structure)
+    pb = view.checked(x, target)
+    if pb.coupling is not None:
+        raise IncompatibleError(
+            f"a Laplace approximation does not work with {pb.metric!r}: it couples the examples, so it is not the "
+            "Hessian of a log-likelihood, which is a sum over them. Use its base, or Fisher(family)"
         )
-    return again.finite(wait=True), n
-
-
-def _one_pass(
-    view: Observer, batches: Iterable[tuple[Inputs, Any]], structure: Structure, like: Operator | None = None
-) -> tuple[Operator | None, int, int]:
-    """The mean metric of all examples (None if there are none), their number, and that of the batches.
-
-    ``like``: the operator whose basis it is measured in; by default that of the first batch.
-    """
-    operator, n, count = None, 0, 0
-    for batch_x, batch_target in batches:
-        pb = view.checked(batch_x, batch_target)
-        if pb.coupling is not None:
-            raise IncompatibleError(
-                f"a Laplace approximation does not work with {pb.metric!r}: it couples the examples, so it is not the "
-                "Hessian of a log-likelihood, which is a sum over them. Use its base, or Fisher(family)"
-            )
-        n, count = n + pb.n, count + 1
-        new = structure.estimate(pb, operator or like)
-        operator = new if operator is None else operator.lerp(new, pb.n / n)
-    return operator, n, count
-
-
-def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator[tuple[Inputs, Any]]:
-    if not isinstance(x, DataLoader):
-        yield x, target
-        return
-    if target is not None:
-        raise TypeError("target= belongs to one batch x; a loader brings its targets, as pairs (x, target)")
-    for item in x:
-        batch = map_tensors(item, lambda t: t.to(model.example.device))
-        if isinstance(batch, Tensor):
-            yield batch, None
-        elif isinstance(batch, (list, tuple)) and 1 <= len(batch) <= 2:
-            yield batch[0], batch[1] if len(batch) == 2 else None
-        else:
-            raise TypeError(
-                f"a loader must give tensors x or pairs (x, target), and this one gave a {type(item).__name__}: put "
-                "several inputs into a tuple x of their own"
-            )
+    return structure.estimate(pb).finite(wait=True), pb.n
 
 
 def most_evident(
