@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from natgrad.linalg import is_number
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model, batches_of
 
@@ -46,6 +47,8 @@ class NamedTensors(Mapping[str, Tensor], ABC):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         if type(self) is NamedTensors:
             raise TypeError("NamedTensors is abstract: make a Vector or a Covector")
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"{type(self).__name__}(tensors) takes tensors by name, not a {type(tensors).__name__}")
         for name in [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
             raise TypeError(f"{type(self).__name__}[{name!r}] must be a tensor, got {type(tensors[name]).__name__}")
         self._tensors = dict(tensors)
@@ -103,11 +106,13 @@ class NamedTensors(Mapping[str, Tensor], ABC):
     def __mul__(self: Self, scalar: float | Tensor) -> Self:
         if isinstance(scalar, NamedTensors):
             raise TypeError("a product of two elements is not defined: pair a covector with a vector by ω @ v")
+        _check_scalar(self, scalar)
         return self.map(lambda tensor: tensor * scalar)
 
     __rmul__ = __mul__
 
     def __truediv__(self: Self, scalar: float | Tensor) -> Self:
+        _check_scalar(self, scalar)
         return self.map(lambda tensor: tensor / scalar)
 
     def __neg__(self: Self) -> Self:
@@ -261,6 +266,20 @@ def _match(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) ->
     for name, tensor in one.items():
         if tensor.shape != other[name].shape:
             raise ValueError(f"{what} differ in {name}: shapes {tuple(tensor.shape)} and {tuple(other[name].shape)}")
+        if tensor.device != other[name].device:
+            devices = f"{tensor.device} and {other[name].device}"
+            raise ValueError(f"{what} lie on {devices}: move one of them, v.map(lambda t: t.to(device))")
+
+
+def _check_scalar(element: NamedTensors, scalar: object) -> None:
+    """Elements are multiplied by numbers: a tensor of several would be broadcast against every parameter."""
+    if is_number(scalar) or (isinstance(scalar, Tensor) and scalar.numel() == 1):
+        return
+    given = f"a tensor of shape {tuple(scalar.shape)}" if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
+    raise TypeError(
+        f"a {type(element).__name__} is multiplied and divided by numbers, not by {given}: to change single entries, "
+        "v.map(function) or a new one of tensors by name"
+    )
 
 
 def _kind(thing: object) -> str:
@@ -287,6 +306,12 @@ def differential(model: nn.Module | Mapping[str, Tensor], loss: Tensor) -> Covec
     >>> differential(model, model(torch.ones(3, 2)).sum())["bias"]
     tensor([3.])
     """
+    if not isinstance(model, nn.Module | Mapping):
+        raise TypeError(f"the model is a module, or the parameters by name of a function, not a {type(model).__name__}")
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"the loss must be a tensor with one number, computed from the model, not a {type(loss).__name__}"
+        )
     params = Model.of(model).params if isinstance(model, nn.Module) else dict(model)
     if loss.numel() != 1:
         raise ValueError(f"the loss must be one number, got shape {tuple(loss.shape)}: reduce it by .mean() or .sum()")
@@ -348,6 +373,9 @@ class Jacobian:
 
     def pull(self, u: Tensor) -> Covector:
         """Jᵀu, for a covector u [n *out] of the outputs; this is back-propagation."""
+        if not isinstance(u, Tensor) or u.is_complex() != self.y.is_complex():
+            given = f"of {u.dtype}" if isinstance(u, Tensor) else f"a {type(u).__name__}"
+            raise TypeError(f"u must be a tensor of {self.y.dtype}, as the outputs, and is {given}")
         if u.shape != self.y.shape:
             raise ValueError(f"u has the shape {tuple(u.shape)}, and the outputs have {tuple(self.y.shape)}")
         pieces = u.split([len(linear.y) for linear in self._batches])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import MemoryBoundError, NonFiniteError
-from natgrad.linalg import eigh, eigvalsh, gauss_rule
+from natgrad.linalg import eigh, eigvalsh, gauss_rule, is_number
 from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
 from natgrad.pullback.pullback import MEMORY, LoaderPullback, Pullback
@@ -166,11 +166,14 @@ def spectral_density(
     >>> round(density.largest, 9), density.count_above(0.1)[0]  # G = ½·1
     (0.5, 2.0)
     """
+    if not isinstance(G, Pullback | LoaderPullback):
+        check_slots(G=(G, Operator))
+    if not (is_number(probes, whole=True) and is_number(steps, whole=True)):
+        raise TypeError(f"probes and steps are whole numbers, got {probes!r} and {steps!r}")
     if memory is None:
         memory = MEMORY if isinstance(G, Operator) else G.memory
     if isinstance(G, Pullback | LoaderPullback):
         G = Implicit().estimate(G)
-    check_slots(G=(G, Operator))
     if probes < 2 or steps < 1:
         raise ValueError(f"spectral_density needs probes ≥ 2, for an error, and steps ≥ 1, got {probes} and {steps}")
     columns = _root_columns(G, memory)

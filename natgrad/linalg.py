@@ -557,6 +557,8 @@ def check_damping(damping: Damping, dtype: torch.dtype = torch.float64, *, relat
         if not relative:
             raise TypeError(f"damping must be a number here, got {damping!r}: there are no factors to be damped apart")
         return
+    if not is_number(damping):
+        raise TypeError(f"damping must be a number ≥ 0, or Relative(ε), got {damping!r}")
     if not damping >= 0 or damping == float("inf"):
         raise ValueError(f"damping must be a finite number ≥ 0, got {damping}")
     if damping > torch.finfo(dtype).max / 2:

@@ -342,3 +342,55 @@ def test_jacobian_is_a_snapshot_and_checks_its_arguments() -> None:
         J.push(cast(Any, ng.Covector({"0.weight": normal(2, 2), "0.bias": normal(2)})))
     with pytest.raises(ValueError, match=r"u has the shape \(2, 3\), and the outputs have \(3, 2\)"):
         J.pull(normal(2, 3))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a tensor for tensors by name": (
+        lambda: ng.Vector(cast(Any, torch.ones(2))),
+        TypeError,
+        r"Vector\(tensors\) takes tensors by name, not a Tensor",
+    ),
+    "a factor for every entry": (
+        lambda: vector() * torch.ones(3),
+        TypeError,
+        r"a Vector is multiplied and divided by numbers, not by a tensor of shape \(3,\)",
+    ),
+    "a divisor in words": (lambda: covector() / cast(Any, "2"), TypeError, "divided by numbers, not by a str"),
+    "two devices": (
+        lambda: covector() @ vector().map(lambda t: t.to("meta")),
+        ValueError,
+        "ω and v lie on cpu and meta: move one of them",
+    ),
+    "a sum over two devices": (
+        lambda: vector() + vector().map(lambda t: t.to("meta")),
+        ValueError,
+        "two Vectors lie on cpu and meta",
+    ),
+    "a loss that is a number": (
+        lambda: ng.differential(nn.Linear(2, 1), cast(Any, 0.5)),
+        TypeError,
+        "the loss must be a tensor with one number, computed from the model, not a float",
+    ),
+    "parameters without names": (
+        lambda: ng.differential(cast(Any, [torch.ones(1)]), torch.ones(())),
+        TypeError,
+        "the model is a module, or the parameters by name of a function, not a list",
+    ),
+    "a list of covectors": (
+        lambda: ng.jacobian(nn.Linear(2, 1), torch.ones(3, 2)).pull(cast(Any, [1.0])),
+        TypeError,
+        "u must be a tensor of torch.float32, as the outputs, and is a list",
+    ),
+    "a complex covector": (
+        lambda: ng.jacobian(nn.Linear(2, 1), torch.ones(3, 2)).pull(torch.ones(3, 1) + 0j),
+        TypeError,
+        "and is of torch.complex64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_elements_are_refused_by_name(name: str) -> None:
+    call, error, match = WRONG[name]
+    with pytest.raises(error, match=match):
+        call()

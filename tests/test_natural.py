@@ -1,6 +1,6 @@
 """The golden network through the public functions, piece by piece and in one call."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -283,3 +283,40 @@ def test_hessian_leaves_batch_statistics_alone() -> None:
     before = {name: t.clone() for name, t in model.named_buffers()}
     ng.hessian(model, normal(5, 2), lambda y: y.square().mean()).product(normal(19))
     assert all(torch.equal(t, before[name]) for name, t in model.named_buffers())
+
+
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel(), ng.Kronecker(), ng.Diagonal()], ids=repr)
+def test_complex_elements_wrong_dampings_and_no_pullback_are_refused(structure: Structure) -> None:
+    """The imaginary part would be dropped."""
+    model, x = nn.Linear(3, 2).double(), normal(6, 3)
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean()))
+    values = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    wave = {name: t + 1j for name, t in values.items()}
+    with pytest.raises(TypeError, match=r"the metric is over real numbers, and weight is of torch.complex128"):
+        G.flat(ng.Vector(wave))
+    with pytest.raises(TypeError, match=r"and weight is of torch.complex128: torch.view_as_real"):
+        ng.sharp(G, ng.Covector(wave), damping=0.1)
+    bad: Any
+    for bad in (None, "0.1", torch.ones(2), 1j):
+        with pytest.raises(TypeError, match="damping must be a number ≥ 0, or Relative"):
+            ng.sharp(G, ng.Covector(values), damping=bad)
+    bad = G
+    with pytest.raises(
+        TypeError, match=r"pullback must be a natgrad Pullback, got .*: ng.pullback\(model, x, metric\)"
+    ):
+        structure.estimate(bad)
+
+
+def test_what_has_no_hessian_is_refused() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
+    with pytest.raises(TypeError, match=r"a tensor with one number, and this is shape \(5, 2\)"):
+        ng.hessian(model, x, lambda y: y)
+    with pytest.raises(TypeError, match="a tensor with one number, and this is a float"):
+        ng.hessian(model, x, lambda y: cast(Any, 1.0))
+    with pytest.raises(ValueError, match="the loss has no graph: compute it from the outputs, undetached"):
+        ng.hessian(model, x, lambda y: y.detach().square().sum())
+    G: Any = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean()))
+    with pytest.raises(TypeError, match=r"probes and steps are whole numbers, got 4 and 2.5"):
+        ng.spectral_density(G, steps=cast(Any, 2.5))
+    with pytest.raises(TypeError, match=r"G must be a natgrad Operator, got None"):
+        ng.spectral_density(cast(Any, None))

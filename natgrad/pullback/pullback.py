@@ -577,6 +577,7 @@ def without_autocast(
     ) -> Result:
         if isinstance(pullback, LoaderPullback):
             return pullback.mean(self, *args, **kwargs)[0]
+        check_slots(pullback=(pullback, Pullback))
         pullback.check_current()
         with torch.no_grad(), full_precision(pullback.y.device):
             return estimate(self, pullback, *args, **kwargs)

@@ -73,6 +73,11 @@ class Layout:
             if t.shape != self.like[name].shape:
                 shapes = f"{tuple(self.like[name].shape)}, and this has {tuple(t.shape)}"
                 raise ValueError(f"the metric is over {name} of shape {shapes}")
+            if t.is_complex():
+                raise TypeError(
+                    f"the metric is over real numbers, and {name} is of {t.dtype}: torch.view_as_real(z) makes real "
+                    "parameters of complex ones"
+                )
 
     def vector(self, flat: Tensor) -> Vector:
         return Vector(self._named(flat))

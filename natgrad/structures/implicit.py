@@ -240,7 +240,13 @@ class GradientGraph:
         # Fused attention, and the recurrent layers of cuDNN, have no second derivative.
         with torch.enable_grad(), unfused(None, device), without_fused_recurrence(device):
             # 0·θ² keeps a graph for parameters in which J is linear or constant: their Hessian is zero, not missing.
-            value = objective(leaves) + sum((0 * p.square()).sum() for p in leaves.values())
+            value = objective(leaves)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise TypeError(f"a Hessian is that of a loss, a tensor with one number, and this is {given}")
+            if not value.requires_grad:
+                raise ValueError("the loss has no graph: compute it from the outputs, undetached, in torch")
+            value = value.reshape(()) + sum((0 * p.square()).sum() for p in leaves.values())
             gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
         return GradientGraph(tuple(leaves.values()), tuple(gradients))
 
