@@ -50,30 +50,36 @@ class KLClip(PlainRule):
         return (self.radius / square.clamp(min=self.radius)).sqrt() + (square - square)
 
 
+_AIM = 0.9  # the share of the radius that a shortened step aims at
+
+
 @final
 @dataclass(frozen=True)
 class Backtracking:
-    """Shorten the step by ``shrink`` until the true divergence is within the radius, at most ``tries`` times.
+    """Shorten the step until the true divergence D is within the radius, at most ``tries`` times.
+
+    Each time it is multiplied by √(0.9 radius/D), after which a divergence that grows like the square of the step would
+    be nine tenths of the radius, but at least by ``shrink``. ``opt.last.reason`` tells how short the step became.
 
     The divergence of the outputs is, for Fisher, KL(old‖new) (Schulman et al. 2015); with ``reverse=True`` it is
     KL(new‖old) (Grosse 2021, (9)). Both have the metric as their Hessian, and differ in steps of finite length: on
     classes KL(new‖old) is at most −log of the least old probability, so that a large radius limits nothing. With
     ``improve=True`` the loss itself must not rise either, and ``opt.step`` needs a closure.
-
-    The divergence is nearly quadratic, so that ``shrink=0.5`` may end at a quarter of the radius, or less. With
-    ``reach`` a step that was shortened to less than this share of the radius is lengthened again, by bisection between
-    it and the last one that was too long. ``opt.last.reason`` tells how short a step became.
     """
 
     shrink: float = 0.5
     tries: int = 20
     reverse: bool = field(default=False, kw_only=True)
     improve: bool = field(default=False, kw_only=True)
-    reach: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not 0 < self.shrink < 1 or self.tries < 1 or not 0 <= self.reach < 1:
-            raise ValueError(f"Backtracking needs 0 < shrink < 1, tries ≥ 1 and 0 ≤ reach < 1, got {self}")
+        if not 0 < self.shrink < 1 or self.tries < 1:
+            raise ValueError(f"Backtracking needs 0 < shrink < 1 and tries ≥ 1, got {self}")
+
+    def factor(self, divergence: float, radius: float) -> float:
+        """What a step with this divergence is multiplied by; one within the radius is refused as the loss rises."""
+        aim = math.sqrt(_AIM * radius / divergence) if divergence > radius else 0.0  # 0 also where it is NaN
+        return max(self.shrink, aim)
 
 
 @final
@@ -122,17 +128,12 @@ class TrustRegion(StepRule):
 
         whole, (moved, wrong), tries = scale, tried(scale), 1
         while wrong and tries < look.tries:
-            scale *= look.shrink
+            scale *= look.factor(moved, self.radius)
             (moved, wrong), tries = tried(scale), tries + 1
         if wrong:
             return Step(δ * 0.0, context.damping, accepted=False, reason=f"{wrong} after {tries} tries")
         if tries == 1:
             return Step(δ * scale, context.damping, reason=reason)
-        longer = scale / look.shrink
-        while moved < look.reach * self.radius and tries < look.tries:
-            middle = 0.5 * (scale + longer)
-            (there, wrong), tries = tried(middle), tries + 1
-            scale, moved, longer = (scale, moved, middle) if wrong else (middle, there, longer)
         reason = f"shortened to {scale / whole:.3g} in {tries} tries: divergence {moved:.3g} of radius {self.radius:g}"
         return Step(δ * scale, context.damping, reason=reason)
 

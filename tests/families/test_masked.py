@@ -38,8 +38,8 @@ def _actions() -> Tensor:
 
 def _kl(y: Tensor, y2: Tensor, possible: Tensor) -> float:
     """KL of two softmaxes over the possible of the logits [c]."""
-    p, q = y[possible].softmax(0), y2[possible].softmax(0)
-    return float((p * (p / q).log()).sum())
+    p, q = y[possible].log_softmax(0), y2[possible].log_softmax(0)  # a probability may be below the smallest number
+    return float((p.exp() * (p - q)).sum())
 
 
 def _gram(root: Tensor) -> Tensor:
