@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from natgrad.geometry import Covector, Vector, differential
 from natgrad.linalg import Damping, check_finite
 from natgrad.model import Inputs, Model, batches_of, check_slots, tensors_of
-from natgrad.output.losses import Criterion, metric_of
+from natgrad.output.losses import Criterion, is_sum, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
 from natgrad.solve.solvers import Cholesky, Solver
@@ -111,7 +111,7 @@ def hessian(
     if not isinstance(x, DataLoader):
         _check_of_outputs(loss)
         return HessianOperator.at(lambda θ: loss(wrapped(θ, x)), wrapped.params)
-    loader, summed = x, _is_sum(loss)
+    loader, summed = x, is_sum(loss)
     total = sum(_examples(each) for each, _ in batches_of(wrapped, loader))
     if not total:
         raise ValueError("the loader has no batch: there is no loss to differentiate")
@@ -135,11 +135,6 @@ def _loss_at(
     model: Model, x: Inputs, loss: Callable[..., Tensor], given: tuple[Any, ...], θ: Mapping[str, Tensor]
 ) -> Tensor:
     return loss(model(θ, x), *given)
-
-
-def _is_sum(loss: Callable[..., Tensor]) -> bool:
-    reduction = loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
-    return bool(reduction == "sum")
 
 
 def _examples(x: Inputs) -> int:

@@ -155,6 +155,13 @@ def test_what_a_loader_cannot_do_is_refused_by_name() -> None:
         ng.Dense().estimate(ng.pullback(model, loader(x), ng.Sobolev(lengthscale=1.0)))
     with pytest.raises(TypeError, match="the pullback of a DataLoader has no y: give one batch x here, or do it for"):
         _ = ng.pullback(model, loader(x), fisher).y
+    for loss in (
+        nn.CrossEntropyLoss(reduction="sum"),
+        LOSSES["partial"],
+        ng.Sampled(ng.metric_of(nn.MSELoss(reduction="sum")), 2),
+    ):
+        with pytest.raises(IncompatibleError, match=r'the metric grows with the examples.*with reduction="mean"'):
+            ng.pullback(model, loader(x, t), loss)
     with pytest.raises(TypeError, match="x is a DataLoader, where one batch of inputs belongs"):
         ng.functionspace.ntk(model, loader(x))
     with pytest.raises(TypeError, match="DataLoader"):

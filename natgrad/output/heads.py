@@ -67,6 +67,10 @@ class Heads(OutputMetric):
         return all(metric.exact for metric in self.metrics.values())
 
     @property
+    def grows(self) -> bool:
+        return any(metric.grows for metric in self.metrics.values())
+
+    @property
     def needs_target(self) -> bool:
         return any(metric.needs_target for metric in self.metrics.values())
 

@@ -142,6 +142,10 @@ class TermLoss(OutputMetric):
         return str(self.loss.reduction)
 
     @property
+    def grows(self) -> bool:
+        return self.reduction == "sum" and not self.summed
+
+    @property
     def awaits(self) -> nn.Module | bool:
         return self.needs_target and self.given and self.loss
 
@@ -456,6 +460,10 @@ class HessianLoss(OutputMetric):
     def awaits(self) -> nn.Module | bool:
         return self.loss if isinstance(self.loss, nn.Module) and self.given else False
 
+    @property
+    def grows(self) -> bool:
+        return not self.summed and is_sum(self.loss)
+
     def of_sum(self) -> HessianLoss:
         """Of the loss with ``reduction="sum"``. One that does not tell its reduction is taken for a mean, N·L = Σ."""
         total = _sum_of(self.loss)
@@ -671,6 +679,14 @@ def _is(module: Any, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
+def is_sum(loss: OneLoss) -> bool:
+    """Whether a loss says that it is a sum over the examples."""
+    if isinstance(loss, Stacked):
+        return is_sum(loss.loss)
+    given = loss.keywords.get("reduction") if isinstance(loss, functools.partial) else getattr(loss, "reduction", None)
+    return bool(given == "sum")
+
+
 def _sum_of(loss: OneLoss) -> OneLoss | None:
     """The loss as a sum over the examples; None where nothing tells how it is reduced, or that it is a sum.
 
@@ -681,7 +697,7 @@ def _sum_of(loss: OneLoss) -> OneLoss | None:
         both = _sum_of(loss.loss)
         return Stacked(both) if isinstance(both, nn.Module) else None
     if isinstance(loss, functools.partial):
-        return loss if loss.keywords.get("reduction") == "sum" else None
+        return loss if is_sum(loss) else None
     reduction = getattr(loss, "reduction", None) if isinstance(loss, nn.Module) else None
     if reduction == "mean" and type(loss).forward.__module__.startswith("torch.nn."):  # type: ignore[attr-defined]
         total: Any = copy.copy(loss)  # that of the user stays as it is

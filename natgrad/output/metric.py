@@ -75,6 +75,11 @@ class OutputMetric(ABC):
         return self
 
     @property
+    def grows(self) -> bool:
+        """Whether G is N times as large for N times the examples, as that of a loss with ``reduction="sum"``."""
+        return False
+
+    @property
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
         return False
@@ -293,6 +298,10 @@ class Sampled(DerivedMetric):
 
     def unsampled(self) -> OutputMetric:
         return self.base.unsampled()
+
+    @property
+    def grows(self) -> bool:
+        return self.base.grows
 
     def of_sum(self) -> Sampled:
         return self._on(self.base.of_sum())

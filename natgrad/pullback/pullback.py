@@ -496,7 +496,9 @@ class LoaderPullback:
     """A metric pulled back over all batches of a ``DataLoader``; made by ``pullback(model, loader, metric)``.
 
     Every estimate reads the loader, once, at the parameters that the model has then. It is the mean over the examples,
-    as of the joint batch, in the memory of one batch; ``Kernel`` and ``Implicit`` keep all of them.
+    as of the joint batch, in the memory of one batch; ``Kernel`` and ``Implicit`` keep all of them. A loss whose mean
+    is over class weights, or leaves out ignored labels, has that mean in every batch: where batches differ in it, G is
+    close to that of the joint batch, and not equal.
     """
 
     observer: Observer
@@ -504,9 +506,14 @@ class LoaderPullback:
 
     @staticmethod
     def of(observer: Observer, loader: DataLoader[Any], target: Any) -> LoaderPullback:
-        """Refuses a ``target``, which belongs to one batch."""
+        """Refuses a ``target``, which belongs to one batch, and a loss that is a sum over the examples."""
         if target is not None:
             raise TypeError("target= belongs to one batch x; a loader brings its targets, as pairs (x, target)")
+        if observer.metric.grows:
+            raise IncompatibleError(
+                f'a DataLoader does not work with {observer.metric!r}: with reduction="sum" the metric grows with the '
+                'examples, and what a loader gives is a mean over them. Give the loss with reduction="mean"'
+            )
         return LoaderPullback(observer, loader)
 
     def __iter__(self) -> Iterator[Pullback]:
@@ -527,40 +534,40 @@ class LoaderPullback:
             "pullback(model, loader, metric)`. Structures take the loader: ng.Kronecker().estimate(pullback)"
         )
 
-    def mean(self, structure: Any, like: Any = None) -> tuple[Any, int]:
-        """The estimate of a structure from all batches, weighted by their examples, and the number of these.
+    def mean(self, structure: Any, like: Any = None) -> tuple[Any, int, int]:
+        """The estimate of all batches, weighted by their examples, and the numbers of examples and of outputs.
 
         A structure with eigenvectors takes those of the first batch for all estimates of a pass. Those of all batches
         are known at the end of it, and the eigenvalues are measured in them in a second pass.
         """
-        G, n, count = self._one_pass(structure, like)
+        G, n, outputs, count = self._one_pass(structure, like)
         if G is None:
             raise ValueError("the loader has no batch: there is no data to estimate the metric from")
         G = G.finite(wait=True)
         if not structure.has_basis or count == 1:
-            return G, n
-        again, n2, _ = self._one_pass(structure, G.renewed(exact=True))
+            return G, n, outputs
+        again, n2, *_ = self._one_pass(structure, G.renewed(exact=True))
         if again is None or n2 != n:
             raise ValueError(
                 f"the loader gave {n} examples in a first pass, and {n2} in a second one, which {structure!r} needs: "
                 "its eigenvalues are measured in the eigenvectors of all examples. Give a loader that can be read "
                 "twice, or use Kronecker()"
             )
-        return again.finite(wait=True), n
+        return again.finite(wait=True), n, outputs
 
-    def _one_pass(self, structure: Any, like: Any) -> tuple[Any, int, int]:
-        """The mean of all batches (None without one), the number of their examples, and that of the batches."""
-        operator, n, count = None, 0, 0
+    def _one_pass(self, structure: Any, like: Any) -> tuple[Any, int, int, int]:
+        """The mean of all batches (None without one), and the numbers of examples, of outputs and of batches."""
+        operator, n, outputs, count = None, 0, 0, 0
         for pb in self:
             if pb.coupling is not None:
                 raise IncompatibleError(
                     f"a DataLoader does not work with {pb.metric!r}, which couples the examples, also those of two "
                     "batches: give one batch, or a metric that is a sum over the examples (Fisher, Euclidean)"
                 )
-            n, count = n + pb.n, count + 1
+            n, outputs, count = n + pb.n, outputs + pb.y.numel(), count + 1
             new = structure.estimate(pb, operator or like)
             operator = new if operator is None else operator.lerp(new, pb.n / n)
-        return operator, n, count
+        return operator, n, outputs, count
 
 
 def without_autocast(

@@ -19,8 +19,8 @@ from natgrad.families.categorical import Categorical
 from natgrad.families.diagonal_gaussian import Gaussian
 from natgrad.families.discrete import Bernoulli
 from natgrad.geometry import Vector
-from natgrad.linalg import check_positive, is_number
-from natgrad.model import Inputs, Model, check_slots
+from natgrad.linalg import check_finite, check_positive, is_number
+from natgrad.model import Inputs, Model, check_slots, check_types
 from natgrad.output.fisher import Fisher
 from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
@@ -125,7 +125,9 @@ class Laplace:
         check_precision(prior_precision, learnable=True)
         self.model = Model.of(model, heads=metric.heads)
         self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
-        self.operator, self.examples = _mean_metric(self.model, x, metric, structure, target, generator)  # G and N
+        self.operator, self.examples, self._outputs = _mean_metric(
+            self.model, x, metric, structure, target, generator
+        )  # G, N and the number of all outputs
         self.solver: Solver = _solver(self.operator)
         self._square = self._flat_mode.double().square().sum()  # ‖θ*‖²
         self._spectrum = SharedSpectrum(self.operator)
@@ -293,10 +295,13 @@ class Laplace:
             δ = most_evident(lambda δ: float(self._occam(δ, self._noise)), square, shrunk * trace, size)
             return self.with_prior(δ)
         σ0 = self._own_scale
-        if residuals.ndim == 0 or len(residuals) != self.examples:
+        check_types(residuals=(residuals, Tensor, "a tensor, t − y"))
+        if residuals.ndim == 0 or len(residuals) != self.examples or residuals.numel() != self._outputs:
             raise ValueError(
-                f"residuals must be t − y of all {self.examples} examples, [n *out], got shape {tuple(residuals.shape)}"
+                f"residuals must be t − y of all {self.examples} examples, with {self._outputs // self.examples} each, "
+                f"got shape {tuple(residuals.shape)}: give t and y one shape before they are subtracted"
             )
+        check_finite(residuals, "the tensor of residuals t − y")
         error, terms = float(residuals.detach().double().square().sum()) / σ0**2, residuals.numel()
 
         def evidence(ρ: float) -> float:  # of δ = κρ and σ² = σ₀²/κ, at the best κ
@@ -343,7 +348,7 @@ class Laplace:
 
     @property
     def _count(self) -> float:
-        """That number."""
+        """N (σ₀/σ)² of this posterior."""
         return float(self._examples_at(self.noise_scale))
 
     def _with(self, prior_precision: float | Tensor, noise: float | Tensor | None) -> Laplace:
@@ -413,8 +418,8 @@ def _mean_metric(
     structure: Structure,
     target: Any,
     generator: torch.Generator | None,
-) -> tuple[Operator, int]:
-    """G and N; G of a loader is the mean over its batches, weighted by their examples."""
+) -> tuple[Operator, int, int]:
+    """G, N and the number of all outputs; G of a loader is the mean over its batches, weighted by their examples."""
     view = Observer(model, metric, layers_of(model), generator)
     if isinstance(x, DataLoader):
         return LoaderPullback.of(view, x, target).mean(structure)
@@ -424,7 +429,7 @@ def _mean_metric(
             f"a Laplace approximation does not work with {pb.metric!r}: it couples the examples, so it is not the "
             "Hessian of a log-likelihood, which is a sum over them. Use its base, or Fisher(family)"
         )
-    return structure.estimate(pb).finite(wait=True), pb.n
+    return structure.estimate(pb).finite(wait=True), pb.n, pb.y.numel()
 
 
 def most_evident(

@@ -395,6 +395,21 @@ def _with(metric: Any, use: Callable[[ng.vi.Laplace], Any], structure: Any = Non
             r"residuals must be t − y of all 7 examples, .*got shape \(3, 2\)",
         ),
         (
+            _with(ng.Euclidean(), lambda q: q.tuned(torch.ones(7, 7))),
+            ValueError,
+            r"all 7 examples, with 2 each, got shape \(7, 7\): give t and y one shape before they are subtracted",
+        ),
+        (
+            _with(ng.Euclidean(), lambda q: q.tuned(torch.full((7, 2), torch.nan))),
+            ng.errors.NonFiniteError,
+            "the tensor of residuals t − y holds NaN",
+        ),
+        (
+            _with(ng.Euclidean(), lambda q: q.tuned([0.1] * 7)),  # type: ignore[arg-type]
+            TypeError,
+            "residuals must be a tensor, t − y, got",
+        ),
+        (
             _with(ng.Euclidean(), lambda q: q.tuned(torch.zeros(7, 2))),
             ng.errors.SingularMetricError,
             "the residuals are zero: the evidence has no maximum over σ",
