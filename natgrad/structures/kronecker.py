@@ -79,6 +79,7 @@ from natgrad.structures.layered import (
     factor_power,
     joined,
     layer_tensors,
+    rounding_groups,
     separated,
     spectra,
 )
@@ -625,6 +626,8 @@ class KroneckerOperator(LayerOperator):
         """Every process inverts the factors of its share of the layers."""
         if self.power == 0:
             return IdentityInverse(self.layout)
+        if damping == 0:  # no process can refuse, by its share, what is rounding beside all layers
+            return invert(self)
         share, inverses = sharing.share(self.blocks), list[Inverse]()
 
         def inverted() -> Mapping[str, Tensor]:
@@ -635,11 +638,22 @@ class KroneckerOperator(LayerOperator):
                 inverses.append(invert(owned))
             return inverses[0].tensors() if inverses else {}
 
-        inverse = self.layers_from(sharing.gathered(inverted), self.fallback_inverse(damping))
+        tensors = sharing.gathered(inverted)
+        if isinstance(damping, Relative):
+            tensors = self._without_rounding(tensors)
+        inverse = self.layers_from(tensors, self.fallback_inverse(damping))
         assert inverse is not None
         if inverses and isinstance(inverse, ProductInverse):
             inverse.inherit(inverses[0])  # a GPU tells later that a factor could not be inverted
         return inverse
+
+    def _without_rounding(self, inverses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inverses of shares of the layers, by their names, with zero for groups that are zero beside all layers."""
+        out = dict(inverses)
+        for block, zero in zip(self.blocks, rounding_groups(self.gradient_sizes), strict=True):
+            keys = {f"{block.names[0]}/{letter}" for letter in ("S", "A", *HALVES, "d")} & out.keys()
+            out |= {key: out[key].masked_fill(zero.view(-1, *[1] * (out[key].ndim - 1)), 0.0) for key in keys}
+        return out
 
     def mend(self, inverse: Inverse, damping: Damping) -> None:
         if isinstance(inverse, ProductInverse) and inverse.fits(self):

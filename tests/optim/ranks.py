@@ -52,6 +52,19 @@ class Uncovered(nn.Module):
 
 
 @final
+class Faint(nn.Module):
+    """Two layers, of which the outputs depend on the second by no more than rounding. Every process inverts one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strong, self.faint = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        return self.strong(x) + 1e-20 * self.faint(x)
+
+
+@final
 class Dark(nn.Module):
     """A matrix between two layers, which no rule covers."""
 
@@ -180,6 +193,8 @@ CASES = {
         ),
         Uncovered,
     ),
+    "rounding": Case(_natural(structure=ng.Kronecker(), solver=ng.Factored(), damping=ng.Relative(0.1)), Faint),
+    "rounding_spectral": Case(_natural(structure=ng.Kronecker(), damping=ng.Relative(0.1)), Faint),
     "powers_spectral": Case(
         _natural(structure=ng.Refresh(ng.EigenKronecker(power=0.75), 2, 0.9, 3), damping=ng.Relative(0.01), lr=0.05)
     ),
