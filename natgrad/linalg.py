@@ -364,6 +364,8 @@ def refuse_singular(values: Tensor, *, what: str, damping: Damping, rtol: float 
 
     >>> refuse_singular(torch.tensor([2.0, 1.0]), what="the metric", damping=0.0)
     """
+    if values.numel() == 0:
+        return
     smallest, largest = map(float, values.aminmax())
     least = rtol * max(largest, 0.0)
     if not failed and smallest > least:

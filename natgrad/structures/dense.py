@@ -359,7 +359,7 @@ def _in_units(matrix: Tensor, damping: float, largest: Tensor) -> Tensor:
 
 def _largest(matrices: Sequence[Tensor]) -> Tensor:
     """The largest root mean square [] of all blocks, beside which others are rounding."""
-    return torch.stack([matrix.diagonal().amax() for matrix in matrices]).clamp(min=0).sqrt().amax()
+    return torch.cat([matrix.diagonal() for matrix in matrices]).clamp(min=0).sqrt().amax()
 
 
 def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:

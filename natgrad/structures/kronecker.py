@@ -849,7 +849,7 @@ def _group_means(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> tuple
     """
     means = mean_eigenvalues((*left, *right)).view(2, -1)
     counts = [len(s) for s in left]
-    if max(counts) == 1:
+    if set(counts) == {1}:
         return means, means
     groups = torch.stack([torch.cat([diagonal(factor).mean(-1) for factor in side]) for side in (left, right)])
     expanded = (zip(side.split(1), counts, strict=True) for side in means)

@@ -310,3 +310,31 @@ def test_where_one_number_is_needed_a_share_is_refused() -> None:
     frame = ng.functionspace.TangentFrame.of(ng.pullback(network(), normal(5, 3), ng.Euclidean()))
     with pytest.raises(TypeError, match=r"damping must be a number here, got Relative\(epsilon=0\.1\)"):
         ng.functionspace.TangentKernel(frame, ng.Relative(0.1))  # type: ignore[arg-type]
+
+
+class Beside(nn.Module):
+    """A layer, and a parameter without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(3, 2), nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) + self.empty.sum()
+
+
+@pytest.mark.parametrize("damping", [0.1, ng.Relative(0.1)], ids=repr)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_parameter_without_numbers_changes_nothing(name: str, damping: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Beside().double(), normal(8, 3)
+    alone = nn.Sequential(model.layer, nn.Tanh())
+    for solver in SOLVERS[name]:
+        found = []
+        for each, of_layer in ((model, "layer"), (alone, "0")):
+            pb = ng.pullback(each, x, ng.Euclidean())
+            G = POWERED[name]().estimate(pb)
+            v = ng.sharp(G, covector(pb), solver, damping)
+            found.append((v[f"{of_layer}.weight"], v[f"{of_layer}.bias"], G.logdet(damping)))
+        for one, other in zip(*found, strict=True):
+            close(one, other)
