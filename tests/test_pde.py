@@ -392,21 +392,39 @@ def test_a_product_of_coordinates_has_the_laplacian_zero(monkeypatch: pytest.Mon
         check(lambda x: x.cumprod(-1), points())
 
 
-def test_functions_without_a_rule_have_derivatives_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.atan2(x[:, 0], x[:, 1] * x[:, 2]),
+        lambda x: torch.special.i0(x).sum(-1),
+        lambda x: F.gelu(x, approximate="tanh").prod(-1),
+        lambda x: torch.lgamma(2 + x.square()).sum(-1),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_functions_without_a_rule_have_derivatives_in_inference_mode(
+    f: Any, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jet, "_checked", set())
-    x = points()
-
-    def f(x: Tensor) -> Tensor:
-        return torch.atan2(x[:, 0], x[:, 1] * x[:, 2])
-
+    x, w = points(), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    expected = trace(by_points(lambda x: f(1.5 * x), x)[2])
     with torch.inference_mode():
-        found = ng.pde.laplacian(f, x)
-    torch.testing.assert_close(found.clone(), trace(by_points(f, x)[2]))
+        found = ng.pde.laplacian(lambda x: f(w * x), x.clone() if inside else x)
+        by_rows = torch.func.vmap(lambda row: ng.pde.laplacian(lambda x: f(w * x), row[None])[0])(x)
+    assert not found.requires_grad
+    torch.testing.assert_close(found.clone(), expected)
+    torch.testing.assert_close(by_rows.clone(), expected)
 
 
 def _whitened(x: Tensor) -> Tensor:
     """A function of torch whose second derivative in forward mode is wrong."""
     return torch.native_layer_norm(x, x.shape[-1:], None, None, 1e-5)[0]
+
+
+def test_a_wrong_second_derivative_of_torch_is_refused_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jet, "_checked", set())
+    with torch.inference_mode(), pytest.raises(ng.errors.NoDerivativeError, match=r"layer_norm has no rule.*is wrong"):
+        ng.pde.laplacian(_whitened, points())
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, jacrev, lambda f: lambda a: torch.func.jvp(f, (a,), (a,))])

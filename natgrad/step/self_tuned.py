@@ -35,10 +35,10 @@ class SelfTuned(StepRule):
     determine few directions.
 
     ``fraction``: the fraction of the batch for the exact products (a quarter, section 8 of the paper), with 256
-    examples at least. With gradient accumulation these are examples of the last micro-batch; the gradient, the
-    structure and the losses are those of all. The exact products are those of the function that is trained, with its
-    batch statistics and, on the whole batch, its masks of dropout. Needs ``opt.step(closure)``; further calls of the
-    closure draw the same random numbers.
+    examples at least. With gradient accumulation both hold for every micro-batch, and the products are their mean,
+    weighted by examples. The exact products are those of the function that is trained, with its batch statistics and,
+    on the whole batch, its masks of dropout. Needs ``opt.step(closure)``; further calls of the closure draw the same
+    random numbers.
 
     >>> SelfTuned()
     SelfTuned(every=None, factor=1.3, fraction=0.25, smallest=1e-06)
