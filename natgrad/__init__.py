@@ -33,7 +33,9 @@ from natgrad.geometry import pullback_covector as pullback_covector
 from natgrad.geometry import pushforward as pushforward
 from natgrad.lanczos import SpectralDensity as SpectralDensity
 from natgrad.lanczos import spectral_density as spectral_density
+from natgrad.least_squares import CurveFit as CurveFit
 from natgrad.least_squares import FitResult as FitResult
+from natgrad.least_squares import curve_fit as curve_fit
 from natgrad.least_squares import least_squares as least_squares
 from natgrad.linalg import Relative as Relative
 from natgrad.mirror.optimizer import MirrorDescent as MirrorDescent

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields, replace
-from operator import mul
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.arithmetic import Number, Truth, Vector, select
 from natgrad.least_squares.losses import RobustLoss
 from natgrad.least_squares.residuals import ResidualFunction
 
-RUNNING, NOT_FINITE = -1, -2
+RUNNING, STOPPED, NOT_FINITE = -1, -2, -3
 EVALUATIONS, GTOL, FTOL, XTOL, FTOL_XTOL = 0, 1, 2, 3, 4  # why a fit has stopped, as SciPy counts
-
-_SHORT = 16  # up to so many unknowns, the vectors of one fit are lists
 
 
 @final
@@ -28,7 +23,6 @@ class Rules:
     ftol: float
     xtol: float
     gtol: float
-    evaluations: int
     lower: Tensor | None = None  # [b n]
     upper: Tensor | None = None
     D: Tensor | None = None  # [b n]; None: the norms of the columns of J, the largest so far
@@ -41,66 +35,62 @@ class Rules:
 @final
 @dataclass
 class Fits:
-    """Where the fits are: tensors with b fits on the first axis, and for each fit numbers."""
+    """Fits that have not stopped yet, and where they are."""
 
     x: Tensor  # [b n]
     f: Tensor  # residuals [b m]
-    D: Vector  # scale of the unknowns [b n]: the trust region is ‖Dδ‖ ≤ radius
-    cost: Number
-    last: Vector  # the last step, if it was taken whole [b n]
-    J: Tensor = field(default_factory=lambda: torch.empty(0))  # [b m n] where it was last computed
-    radius: Number = 0.0
-    λ: Number = 0.0
+    J: Tensor  # [b m n] where it was last computed
+    D: Tensor  # scale of the unknowns [b n]: the trust region is ‖Dδ‖ ≤ radius
+    last: Tensor  # the last step, or zeros if it was stretched, bent or refused [b n]
+    cost: Tensor  # [b], as all that follows
+    radius: Tensor
+    λ: Tensor
     # ‖QQᵀf‖/‖f‖ for J = QR: the cosine between the residuals and the tangent space; of a settled fit, the least so far
-    offset: Number = torch.inf
-    settled: Number = 0  # the rule FTOL, XTOL or both that a step has met
-    stalled: Number = 0  # how much patience it has lost since its offset fell
-    limited: Number = 0  # steps in a row that ended on the sphere
-    status: Number = RUNNING
-    evaluations: Number = 1
-    shortened: Number = 0  # how many trial steps had residuals that are not finite
+    offset: Tensor
+    settled: Tensor  # the rule FTOL, XTOL or both that a step has met
+    stalled: Tensor  # how much patience it has lost since its offset fell
+    limited: Tensor  # steps in a row that ended on the sphere
+    still: Tensor  # steps in a row that changed the cost by no more than ftol of it
+    shortened: Tensor  # how many trial steps had residuals that are not finite
+    status: Tensor
+    nfev: Tensor  # how often fun was called until the fit has stopped
+    njev: Tensor
+    any_settled: bool = field(default=False, kw_only=True)
+    any_stopped: bool = field(default=False, kw_only=True)
 
     @staticmethod
     def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
         f = residuals(x)
-        zero = torch.zeros_like(x)
-        fits = Fits(x=x, f=f, D=zero if rules.D is None else rules.D, cost=loss.cost(f), last=zero)
-        if len(x) == 1:
-            fits.cost = float(fits.cost)
-            if rules.lower is None and x.shape[-1] <= _SHORT:
-                fits.D, fits.last = fits.D.tolist()[0], zero.tolist()[0]
-            return fits
-        for name in ("radius", "λ", "offset", "settled", "stalled", "limited", "status", "evaluations", "shortened"):
-            value = getattr(fits, name)
-            dtype = x.dtype if isinstance(value, float) else torch.int64
-            setattr(fits, name, torch.full((len(x),), value, dtype=dtype, device=x.device))
-        return fits
+        counts: dict[str, Any] = {
+            name: torch.zeros(len(x), dtype=torch.int64, device=x.device)
+            for name in ("settled", "stalled", "limited", "still", "shortened", "nfev", "njev")
+        }
+        return Fits(
+            x=x,
+            f=f,
+            J=f.new_empty(*f.shape, 0),
+            D=torch.zeros_like(x) if rules.D is None else rules.D,
+            last=torch.zeros_like(x),
+            cost=loss.cost(f),
+            radius=x.new_zeros(len(x)),
+            λ=x.new_zeros(len(x)),
+            offset=x.new_full((len(x),), torch.inf),
+            status=torch.full((len(x),), RUNNING, device=x.device),
+            **counts,
+        )
 
     def of(self, rows: Tensor) -> Fits:
         """Some of the fits."""
-        return Fits(**{entry.name: getattr(self, entry.name)[rows] for entry in fields(self)})
+        tensors: dict[str, Any] = {name: t[rows] for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return Fits(**tensors, any_settled=self.any_settled)
 
     def put(self, rows: Tensor, others: Fits) -> None:
         """Write these fits into those rows."""
-        for entry in fields(self):
-            getattr(self, entry.name)[rows] = getattr(others, entry.name)
+        for name, t in vars(self).items():
+            if isinstance(t, Tensor):
+                t[rows] = getattr(others, name)
 
-    def stop(self, where: Truth, status: Number) -> None:
-        if where is not False:
-            self.status = select(where & (self.status == RUNNING), status, self.status)
-
-    def number(self, t: Tensor) -> Number:
-        """A tensor [b], or the number in it, if there is one fit."""
-        return t if isinstance(self.status, Tensor) else float(t)
-
-    def norm(self, a: Vector) -> Number:
-        """‖a‖, one number for each fit."""
-        if isinstance(a, list):
-            return math.hypot(*a)
-        if isinstance(self.status, Tensor):
-            return torch.linalg.vector_norm(a, dim=-1)
-        return math.hypot(*a.tolist()[0])
-
-    def inner(self, a: Vector, b: Vector) -> Number:
-        """⟨a, b⟩, one number for each fit."""
-        return sum(map(mul, a, b)) if isinstance(a, list) else self.number((a * b).sum(-1))
+    def stop(self, where: Tensor, status: Tensor | int) -> None:
+        """Of two rules that stop a fit, the first one counts."""
+        self.status = torch.where(where & (self.status == RUNNING), status, self.status)
+        self.any_stopped = bool((self.status != RUNNING).any())

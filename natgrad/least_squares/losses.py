@@ -56,15 +56,17 @@ class RobustLoss:
 
     @staticmethod
     def named(name: Any, scale: Any) -> RobustLoss:
-        if not isinstance(name, str) or name not in RHO:
-            raise ValueError(f"loss is one of {', '.join(map(repr, RHO))}, got {name!r}")
+        if not callable(name) and (not isinstance(name, str) or name not in RHO):
+            raise ValueError(
+                f"loss is one of {', '.join(map(repr, RHO))}, or a function z ↦ ρ(z), ρ′(z), ρ″(z), got {name!r}"
+            )
         if not is_number(scale) and not (isinstance(scale, Tensor) and scale.numel() == 1):
             raise TypeError(
                 f"f_scale must be one number, got {scale!r:.60}: divide the residuals by scales of their own"
             )
         if not 0 < float(scale) < torch.inf:
             raise ValueError(f"f_scale must be positive and finite, got {scale}: residuals beyond it are outliers")
-        return RobustLoss(RHO[name], float(scale))
+        return RobustLoss((lambda z: tuple(name(z))) if callable(name) else RHO[name], float(scale))
 
     def cost(self, f: Tensor) -> Tensor:
         """[*] of residuals f [* m]."""

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from types import FunctionType
 from typing import Any, TypeAlias, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import in_transform
 from natgrad.accelerate.temporaries import SMALL_PASSES, by_rows
 from natgrad.log import OnceLogger, listed
 from natgrad.residual_check import flat_activations, refuse_pairs
 
 Unknowns: TypeAlias = Tensor | Mapping[str, Tensor]
 
-_FEW_UNKNOWNS = 16  # for complex steps
-_STEP = 3  # of a complex step in units of the unknown at the start, as a power of the machine epsilon
-_WAYS: WeakKeyDictionary[Any, dict[Any, Differentiation]] = WeakKeyDictionary()  # of functions that were seen before
 _CURVED = 1e-2  # what a short step may differ by from its linear prediction
 _NOISE = 8  # in units of the machine epsilon: what a residual may be off by rounding
 _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the same may differ by
@@ -32,11 +30,54 @@ _ROUNDING = 1e5  # in units of the machine epsilon: what two ways to compute the
 class Differentiation(Enum):
     """How J is computed."""
 
-    COMPLEX = "complex steps, all in one call"
-    SINGLE = "complex steps, a call for each"
     COPIES = "a copy of the unknowns for each residual"
     EXAMPLES = "a call for each residual, with its row of args"
     GENERAL = "rows or columns"
+
+
+@final
+@dataclass
+class _Calls:
+    """How often ``fun`` was called, and how often it may be."""
+
+    count: int
+    most: int
+
+
+@final
+@dataclass(frozen=True)
+class _Evaluation:
+    """The residuals at x, and their derivative as u ↦ Jᵀu."""
+
+    x: Tensor
+    r: Tensor  # [b m]
+    leaf: Tensor  # all unknowns, or a copy of them for each residual
+    end: Tensor  # what fun returned
+    pull: Callable[[Tensor], Tensor]  # from a tensor like end to one like leaf
+
+    @staticmethod
+    def of(x: Tensor, leaf: Tensor, function: Callable[[Tensor], Tensor]) -> _Evaluation:
+        if in_transform() or torch.is_inference_mode_enabled():  # where tensors have no graphs
+            end, pull, *_ = torch.func.vjp(function, leaf)
+            return _Evaluation(x, end.detach().reshape(len(x), -1), leaf, end, lambda u: pull(u)[0])
+        leaf = leaf.detach().requires_grad_()
+        with torch.enable_grad():
+            end = function(leaf)
+
+        def pull_back(u: Tensor) -> Tensor:
+            return torch.autograd.grad(end, leaf, u, retain_graph=True, materialize_grads=True)[0]
+
+        return _Evaluation(x, end.detach().reshape(len(x), -1), leaf, end, pull_back)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether there is no path from the residuals to the unknowns; where there are no graphs, nothing shows it."""
+        if in_transform() or torch.is_inference_mode_enabled():
+            return False
+        if not self.end.requires_grad:
+            return True
+        ones = torch.ones_like(self.end)
+        return torch.autograd.grad(self.end, self.leaf, ones, retain_graph=True, allow_unused=True)[0] is None
 
 
 @final
@@ -46,10 +87,8 @@ class ResidualFunction:
     The Jacobian [b m n] comes in the cheapest way that ``fun`` allows.
 
     - Where every residual is a function of the unknowns and of its own data alone, as in a curve fit, unknowns may be
-      tensors that are broadcast against the data. With few unknowns, column j of J is then Im f(x + ih e_j)/h, exact
-      for analytic functions because nothing is subtracted (Squire and Trapp 1998). With more, or in a batch, residual i
-      gets its own copy of the unknowns, and one backward pass of Σ r leaves row i of J at copy i.
-    - Other analytic functions of few unknowns are called with one complex step after the other.
+      tensors that are broadcast against the data: residual i gets its own copy of the unknowns, and one backward pass
+      of Σ r leaves row i of J at copy i.
     - Where tensors in ``args`` have one row for each residual, as the data of a network, and residual i needs row i
       alone, it is a function of the unknowns and of that row, and ``vmap`` over the rows has all gradients.
     - Else the rows come by backward passes, batched by ``vmap``, or, if there are many, the columns by forward passes.
@@ -58,27 +97,41 @@ class ResidualFunction:
     of an ordinary backward pass), and ``confirm`` tests it again at the solution.
     """
 
-    def __init__(self, fun: Callable[..., Tensor], like: Unknowns, args: tuple[Any, ...], batch: bool) -> None:
+    def __init__(
+        self, fun: Callable[..., Tensor], like: Unknowns, args: tuple[Any, ...], batch: bool, fixed: Tensor | None
+    ) -> None:
         self.fun, self.args, self.batch, self.like = fun, args, batch, like
         skip = 1 if batch else 0
         tensors = list(like.values()) if isinstance(like, Mapping) else [like]
         self._shapes = [p.shape[skip:] for p in tensors]
         self._sizes = [shape.numel() for shape in self._shapes]
+        self.start = self.flatten(like)
+        self.free = None if fixed is None else (~fixed).nonzero().squeeze(-1)  # the indices of what is not fixed
         self.shape: torch.Size | None = None  # of the residuals of one fit
-        self._method: Differentiation | None = None  # not known yet
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None  # x, its residuals and its copies
-        self._steps: tuple[Tensor, Tensor] | None = None  # the lengths h of complex steps [n 1], and diag(h)
+        self._method: Differentiation | None = None  # not determined yet
+        self._last: _Evaluation | None = None
+        self._calls = _Calls(0, 0)
 
     def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
-        args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
-        some = ResidualFunction(self.fun, self.like, args, self.batch)
-        some.shape, some._method = self.shape, self._method
+        some = copy.copy(self)
+        some.args, some.start = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args), self.start[rows]
+        some._last = None
         return some
 
+    def allow(self, calls: int) -> None:
+        """How often ``fun`` may be called."""
+        self._calls.most = calls
+
     @property
-    def n(self) -> int:
-        return sum(self._sizes)
+    def calls(self) -> int:
+        """How often ``fun`` was called."""
+        return self._calls.count
+
+    @property
+    def left(self) -> int:
+        """How often it may be called to evaluate a step: ``confirm`` needs the last call."""
+        return self._calls.most - self._calls.count - (self._method is not Differentiation.GENERAL)
 
     def flatten(self, x: Unknowns) -> Tensor:
         """[b n]."""
@@ -91,6 +144,22 @@ class ResidualFunction:
         """As ``x0`` was given, from x [b n]."""
         return self._named(x if self.batch else x.squeeze(0))
 
+    def unflatten_one(self, x: Tensor) -> Unknowns:
+        """The unknowns of one fit, from x [n]."""
+        return self._named(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x with the unknowns that are fixed."""
+        return x if self.free is None else self.start.index_copy(1, self.free, x)
+
+    def select(self, t: Tensor) -> Tensor:
+        """Of the last axis of t, the unknowns that are not fixed."""
+        return t if self.free is None else t[..., self.free]
+
+    def embed(self, t: Tensor) -> Tensor:
+        """t, with zeros for the unknowns that are fixed."""
+        return t if self.free is None else t.new_zeros(*t.shape[:-1], sum(self._sizes)).index_copy(-1, self.free, t)
+
     def _named(self, x: Tensor, *tail: int) -> Any:
         """The unknowns from x [*lead n *tail], as [*lead *shape *tail]."""
         at = x.ndim - 1 - len(tail)
@@ -102,23 +171,40 @@ class ResidualFunction:
 
     def _call(self, unknowns: Any) -> Tensor:
         """What ``fun`` returns for all fits."""
+        self._calls.count += 1
         return torch.vmap(self.fun)(unknowns, *self.args) if self.batch else self.fun(unknowns, *self.args)
 
     def __call__(self, x: Tensor) -> Tensor:
         """r [b m]."""
+        self._last = self._evaluated(x)
+        return self._last.r
+
+    def _evaluated(self, x: Tensor) -> _Evaluation:
+        """The residuals at x, as functions of the unknowns, or of copies of them."""
+        whole = self.whole(x)
         if self._method is Differentiation.COPIES:
-            return self._with_copies(x)[0].detach().reshape(x.shape[0], -1)
-        unknowns = self._named(x if self.batch else x.squeeze(0))
-        if self.shape is None:
-            try:
-                r = self._call(unknowns)
-            except RuntimeError as error:
-                raise _explained(error) from error
-            self.shape = self._checked(r, x)
-            refuse_pairs(lambda: self._of_first(x), self.shape)
-        else:
-            r = self._call(unknowns)
-        return r.detach().reshape(x.shape[0], -1)
+            assert self.shape is not None
+            lead, shape = whole.shape if self.batch else whole.shape[1:], self.shape
+            copies = whole.view((*lead, *(1,) * len(shape))).expand((*lead, *shape))
+            return _Evaluation.of(x, copies, lambda copies: self._call(self._named(copies, *shape)))
+
+        def function(leaf: Tensor) -> Tensor:
+            inside = leaf.clone()  # into which fun may write
+            end = self._call(self._named(inside if self.batch else inside.squeeze(0)))
+            if self.shape is None:
+                self.shape = self._checked(end, x)
+            return end
+
+        is_first = self.shape is None
+        try:
+            evaluation = _Evaluation.of(x, whole, function)
+        except RuntimeError as error:
+            if not is_first:
+                raise
+            raise _explained(error) from error
+        if is_first and self.left > 0:
+            refuse_pairs(lambda: self._of_first(whole), evaluation.end.shape[int(self.batch) :])
+        return evaluation
 
     def _checked(self, r: Any, x: Tensor) -> torch.Size:
         if not isinstance(r, Tensor):
@@ -141,25 +227,31 @@ class ResidualFunction:
 
     def _of_first(self, x: Tensor) -> Tensor:
         """The residuals of the first fit, with their graph."""
+        self._calls.count += 1
         args = (a[0] if self.batch and isinstance(a, Tensor) else a for a in self.args)
         return self.fun(self._named(x[0].detach().requires_grad_().clone()), *args)
 
-    def jacobian(self, x: Tensor, r: Tensor) -> Tensor:
-        """J [b m n] at x, where the residuals are r."""
+    def jacobian(self, x: Tensor) -> Tensor:
+        """J [b m n] at x."""
         if self._method is None:
-            return self._first(x, r)
-        if self._method is Differentiation.COMPLEX:
-            return self._by_complex_steps(x)
-        if self._method is Differentiation.SINGLE:
-            return self._by_single_steps(x)
-        if self._method is Differentiation.COPIES:
-            return self._by_copies(x)
+            return self._first(x)
+        return self.select(self._whole_jacobian(x)).detach()
+
+    def _whole_jacobian(self, x: Tensor) -> Tensor:
+        """With columns for the unknowns that are fixed."""
         if self._method is Differentiation.EXAMPLES:
-            return self._by_examples(x)
-        differentiate = self._rows if by_rows(r.shape[-1], self.n) else self._columns
+            return self._by_examples(self.whole(x))
+        last = self._last
+        if last is None or last.x is not x:
+            last = self._evaluated(x)
+        b, m = last.r.shape
+        if self._method is Differentiation.COPIES:
+            return last.pull(torch.ones_like(last.end)).reshape(b, -1, m).mT
+        if by_rows(m, last.leaf.shape[1]) or self.left <= 0:
+            return self._rows(last)
         if self.batch:
-            return torch.vmap(differentiate)(x, *self.args).detach()
-        return differentiate(x.squeeze(0), *self.args).detach().unsqueeze(0)
+            return torch.vmap(self._columns)(last.leaf.detach(), *self.args)
+        return self._columns(last.leaf.detach().squeeze(0), *self.args).unsqueeze(0)
 
     @property
     def _at_once(self) -> int:
@@ -167,78 +259,58 @@ class ResidualFunction:
         assert self.shape is not None
         return max(16, SMALL_PASSES // self.shape.numel())
 
-    def _rows(self, x: Tensor, *args: Any) -> Tensor:
-        """J [m n] by backward passes."""
-        return torch.func.jacrev(self.one, chunk_size=self._at_once)(x, *args)
+    def _rows(self, at: _Evaluation) -> Tensor:
+        """J [b m n] by backward passes."""
+        b, m = at.r.shape
+        ones = torch.eye(m, dtype=at.r.dtype, device=at.r.device).unsqueeze(1).expand(-1, b, -1)
+        rows = torch.vmap(at.pull, chunk_size=self._at_once)
+        return rows(ones.reshape(m, *at.end.shape)).transpose(0, 1)
 
     def _columns(self, x: Tensor, *args: Any) -> Tensor:
         """J [m n] by forward passes."""
 
         def column(v: Tensor) -> Tensor:
+            self._calls.count += 1
             return torch.func.jvp(lambda x: self.one(x, *args), (x,), (v,))[1]
 
-        eye = torch.eye(self.n, dtype=x.dtype, device=x.device)
+        eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
         return torch.vmap(column, out_dims=1, chunk_size=self._at_once)(eye)
 
-    def _first(self, x: Tensor, r: Tensor) -> Tensor:
-        """J in the first way that is right. What was found out about ``fun`` in an earlier call is not tested twice."""
-        assert self.shape is not None
-        memory = _WAYS.get(self.fun, {}) if _can_be_known(self.fun) else {}
-        key = self.batch, tuple(self._shapes), self.shape, x.dtype
-        if key in memory:
-            self._method = memory[key]
-            try:
-                return self.jacobian(x, r)
-            except Exception:  # other arguments may need another way
-                if self._method is Differentiation.GENERAL:
-                    raise
-        few = not self.batch and self.n <= _FEW_UNKNOWNS and self.n * self.shape.numel() <= 2 * SMALL_PASSES
-        for method in list(Differentiation)[0 if few else 2 : -1]:
-            self._method = method
-            J = self._tried(x, r)
-            if J is not None:
-                break
-        else:
-            self._method = method = Differentiation.GENERAL
-            self._refuse_constant(x)
-            J = self.jacobian(x, r)
+    def _first(self, x: Tensor) -> Tensor:
+        """J in the first way that is right."""
+        plain = self._last if self._last is not None and self._last.x is x else self._evaluated(x)
+        J = None
+        for method in (Differentiation.COPIES, Differentiation.EXAMPLES):
+            if J is None and self.left >= 2:  # the last call is that of confirm
+                J = self._tried(method, plain)
+        if J is None:
+            self._method, self._last = Differentiation.GENERAL, plain
+            if plain.is_constant:  # J would be zero, and the fit would end where it starts
+                raise ValueError(
+                    "the residuals do not depend on the unknowns: what fun returns has no graph that leads to x; "
+                    "compute it from x by torch operations, without .item(), float(), .detach(), torch.tensor, "
+                    ".numpy() or no_grad"
+                )
+            J = self.jacobian(x)
         if not self.batch:
-            self._say_unused(x, r, J)
-        if _can_be_known(self.fun) and bool(r.isfinite().all()):
-            _WAYS[self.fun] = {**memory, key: method}
+            self._say_unused(self.whole(x), plain.r, J)
         return J
 
-    def _tried(self, x: Tensor, r: Tensor) -> Tensor | None:
-        """J in the way that is set, if that is right."""
+    def _tried(self, method: Differentiation, plain: _Evaluation) -> Tensor | None:
+        """J by this method, if that is right."""
+        self._method, self._last = method, None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                J = self.jacobian(x, r)
-            return J if J.shape[:-1] == r.shape and self._agrees(x, r, J) else None
+                r = plain.r
+                if method is Differentiation.COPIES:
+                    self._last = self._evaluated(plain.x)
+                    r = self._last.r
+                J = self._whole_jacobian(plain.x).detach()
+                right = r.shape == plain.r.shape and J.shape[:-1] == r.shape and self._agrees(plain, r, J)
+                return self.select(J) if right else None
         except Exception:
             return None  # fun was not written for this, and may fail in any way
-
-    def _refuse_constant(self, x: Tensor) -> None:
-        """Residuals without a graph to the unknowns have the Jacobian zero, and a fit would end where it starts."""
-        if torch.is_inference_mode_enabled():
-            return  # there are no graphs
-        try:
-            with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                leaf = x.detach().clone().requires_grad_()
-                inside = leaf.clone()  # into which fun may write
-                r = self._call(self._named(inside if self.batch else inside.squeeze(0)))
-                used = r.requires_grad and torch.autograd.grad(r.sum(), leaf, allow_unused=True)[0] is not None
-        except RuntimeError as error:
-            explained = _explained(error)
-            if explained is not error:
-                raise explained from error
-            return  # what else fails here, may work in the way in which J is computed, or fails there again
-        if not used:
-            raise ValueError(
-                "the residuals do not depend on the unknowns: what fun returns has no graph that leads to x; compute "
-                "it from x by torch operations, without .item(), float(), .detach(), torch.tensor, .numpy() or no_grad"
-            )
 
     def _say_unused(self, x: Tensor, r: Tensor, J: Tensor) -> None:
         """Name the unknowns with columns of zeros, which may be meant, or come from a ReLU, or .item() in ``fun``."""
@@ -272,64 +344,26 @@ class ResidualFunction:
 
         A short step d is enough to see that: f(x + d) − r is nearly J d, residual by residual.
         """
-        if self._method is Differentiation.GENERAL or self._predicts(x, r, J) or self._agrees(x, r, J):
+        if self._method is Differentiation.GENERAL or self._predicts(x, r, J):
             return True
-        self._method = Differentiation.GENERAL
-        if _can_be_known(self.fun):
-            _WAYS.pop(self.fun, None)
+        method, self._method = self._method, Differentiation.GENERAL
+        if self._agrees(self._evaluated(x), r, J):
+            self._method = method
+            return True
         return False
 
     def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
         eps = torch.finfo(x.dtype).eps
         d = x * x.new_tensor([eps**0.4 * math.sin(k * k) for k in range(1, x.shape[-1] + 1)])
-        moved = x + d
+        moved = self.whole(x + d)
         true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
         off = (true - r - (J @ d.unsqueeze(-1)).squeeze(-1)).abs()
         terms = (J.abs() @ x.abs().unsqueeze(-1)).squeeze(-1)
         return bool((off <= _CURVED * eps**0.4 * terms + _NOISE * eps * r.abs()).all())
 
     def one(self, x: Tensor, *args: Any) -> Tensor:
-        """r [m] of one fit, from x [n]."""
+        """r [m] of one fit, from all unknowns x [n]."""
         return self.fun(self._named(x), *args).reshape(-1)
-
-    def _with_copies(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """r, with its graph, and the unknowns [*shape *residuals] that it comes from: one copy for each residual."""
-        if self._last is not None and self._last[0] is x:
-            return self._last[1:]
-        assert self.shape is not None
-        lead = x.shape if self.batch else x.shape[1:]
-        copies = x.view((*lead, *(1,) * len(self.shape))).expand((*lead, *self.shape)).requires_grad_()
-        with torch.enable_grad():
-            r = self._call(self._named(copies, *self.shape))
-        self._last = x, r, copies
-        return r, copies
-
-    def _by_complex_steps(self, x: Tensor) -> Tensor:
-        h, steps = self._complex_steps(x)
-        n, *tail = steps.shape
-        points = torch.complex(x.view(n, *(1,) * len(tail)), steps)  # [unknown, step, *residuals]
-        columns = self._call(self._named(points, *tail)).detach().imag.reshape(n, -1)
-        return (columns / h).mT.unsqueeze(0)
-
-    def _by_single_steps(self, x: Tensor) -> Tensor:
-        h, steps = self._complex_steps(x)
-        points = torch.complex(x.expand(self.n, -1), steps.view(self.n, -1))  # [step, unknown]
-        columns = [self._call(self._named(point)).detach().imag.reshape(-1) for point in points.unbind(0)]
-        return (torch.stack(columns) / h).mT.unsqueeze(0)
-
-    def _complex_steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """h [n 1], from the size of the unknowns at the start, and diag(h) [n n *1]."""
-        if self._steps is None:
-            assert self.shape is not None
-            h = torch.finfo(x.dtype).eps ** _STEP * torch.where(x != 0, x.abs(), 1.0)
-            self._steps = h.mT, h[0].diag().view(self.n, self.n, *(1,) * len(self.shape))
-        return self._steps
-
-    def _by_copies(self, x: Tensor) -> Tensor:
-        r, copies = self._with_copies(x)
-        self._last = None  # the graph is used up
-        (J,) = torch.autograd.grad(r, copies, torch.ones_like(r), materialize_grads=True)
-        return J.reshape(*x.shape, -1).mT
 
     def _by_examples(self, x: Tensor) -> Tensor:
         """Row i of J is the gradient of ``fun`` at row i of the arguments, which keep an axis of length one for it."""
@@ -343,27 +377,23 @@ class ResidualFunction:
         gradient = torch.func.grad(lambda x, *args: self.one(x, *args).sum())
         return torch.vmap(gradient, in_dims=dims)(x.squeeze(0), *rows).detach().unsqueeze(0)
 
-    def _agrees(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
+    def _agrees(self, plain: _Evaluation, r: Tensor, J: Tensor) -> bool:
         """Whether r is what ``fun`` returns, and Jᵀu that of an ordinary backward pass, for a u without symmetries.
 
         Up to rounding: of r, that of the terms of which residuals are differences, |J||x| or more.
         """
-        b, m, _ = J.shape
-        u = torch.arange(1.0, b * m + 1, dtype=x.dtype, device=x.device).square_().sin_().view(b, m)
-        leaf = x.detach().requires_grad_()
-        with torch.enable_grad():
-            true = self._call(self._named(leaf if self.batch else leaf.squeeze(0)))
-        (pulled,) = torch.autograd.grad(true, leaf, u.view_as(true), materialize_grads=True)
-        rounding, sizes = _ROUNDING * torch.finfo(x.dtype).eps, J.abs()
+        b, m, n = J.shape
+        u = torch.arange(1.0, b * m + 1, dtype=r.dtype, device=r.device).square_().sin_().view(b, m)
+        pulled = plain.pull(u.view_as(plain.end))
+        x = plain.leaf.detach()
+        if n < x.shape[-1]:
+            pulled, x = self.select(pulled), self.select(x)
+        rounding, sizes = _ROUNDING * torch.finfo(r.dtype).eps, J.abs()
         terms = (sizes @ x.abs().unsqueeze(-1)).squeeze(-1) + r.abs()
-        same = (true.detach().reshape(b, m) - r).abs() <= rounding * terms
         off = (pulled - (u.unsqueeze(-2) @ J).squeeze(-2)).abs()
-        return bool(same.all()) and bool((off <= rounding * (u.abs().unsqueeze(-2) @ sizes).squeeze(-2)).all())
-
-
-def _can_be_known(fun: Any) -> bool:
-    """Whether it can be a key of a weak dictionary; a bound method dies with the call."""
-    return isinstance(fun, FunctionType)
+        return bool(((plain.r - r).abs() <= rounding * terms).all()) and bool(
+            (off <= rounding * (u.abs().unsqueeze(-2) @ sizes).squeeze(-2)).all()
+        )
 
 
 def _explained(error: RuntimeError) -> Exception:

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, XTOL
+from natgrad.least_squares.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, STOPPED, XTOL
 from natgrad.least_squares.residuals import ResidualFunction
 from natgrad.linalg import svdvals
 
@@ -19,6 +19,7 @@ _WHY = {
     XTOL: "xtol: a step changed the unknowns by no more than xtol times their size",
     FTOL_XTOL: "ftol and xtol: a step changed neither the cost nor the unknowns by more than their share",
     EVALUATIONS: "max_nfev: the number of evaluations is spent; the fit has not converged",
+    STOPPED: "callback: it has raised StopIteration",
     NOT_FINITE: "NaN or infinity: the residuals at x0, or the Jacobian at x, are not finite",
 }
 
@@ -26,25 +27,40 @@ _FEW = 20  # unknowns that are printed one by one
 
 
 @final
+@dataclass(frozen=True)
+class Iterate:
+    """What a callback gets as ``intermediate_result``: the fit after ``nit`` steps."""
+
+    x: Any  # as x0
+    cost: Tensor
+    fun: Tensor
+    nit: int
+    nfev: int
+
+
+@final
 @dataclass(frozen=True, repr=False)
 class FitResult:
     """The minimum that ``least_squares`` has found. With ``batch=True`` everything has the b fits on the first axis.
 
-    ``x``, ``grad`` and ``standard_errors`` are as ``x0`` was given; ``jac`` [m n], ``covariance`` [n n] go by the
-    flattened unknowns, in the order of ``x0``. As SciPy's result does, ``status`` counts: 1 gtol, 2 ftol, 3 xtol,
-    4 both of these, 0 no convergence in ``max_nfev`` evaluations, and (in a batch) −2 not finite.
+    ``x``, ``grad`` and ``standard_errors`` are as ``x0`` was given, with zeros in the last two for unknowns that are
+    fixed; ``jac`` [m n], ``covariance`` [n n] go by the unknowns that are not, flattened in the order of ``x0``. As
+    SciPy's result does, ``status`` counts: 1 gtol, 2 ftol, 3 xtol, 4 both of these, 0 no convergence in ``max_nfev``
+    calls of ``fun``, −2 stopped by the callback, and (in a batch) −3 not finite.
     """
 
     x: Any  # as x0: a tensor, or a dict of tensors
     cost: Tensor  # ½ Σ ρ(f²)
     fun: Tensor  # the residuals f, as they were returned
     jac: Tensor  # with a robust loss J̃ with the curvature J̃ᵀJ̃ of the cost, as in SciPy
-    nfev: Any  # an int, or [b]
+    nfev: Any  # how often fun was called until the fit has stopped: an int, or [b]
+    njev: Any  # how often J was computed
     status: Any
     residuals: ResidualFunction = field(repr=False)  # which knows the order of the unknowns
     shortened: int  # how many trial steps were shortened because residuals there were not finite
-    active: Tensor  # unknowns at a bound: −1 lower, 1 upper [n]
+    active: Tensor  # unknowns at a bound: −1 lower, 1 upper [n], of those that are not fixed
     pulled: Tensor = field(repr=False)  # f̃ with the gradient Jᵀf̃ [m]; without a robust loss it is f
+    variance: float | None = None  # of the residuals, if it is given and not estimated
 
     @property
     def success(self) -> Any:
@@ -58,7 +74,10 @@ class FitResult:
     @property
     def grad(self) -> Any:
         """The gradient of the cost, as x0."""
-        return self.residuals.unflatten(self._flat_grad if self.residuals.batch else self._flat_grad.unsqueeze(0))
+        return self._as_x0(self._flat_grad)
+
+    def _as_x0(self, t: Tensor) -> Any:
+        return self.residuals.unflatten(self.residuals.embed(t if self.residuals.batch else t.unsqueeze(0)))
 
     @property
     def free(self) -> Tensor:
@@ -86,10 +105,10 @@ class FitResult:
         """s²(JᵀJ)⁻¹ [n n], s² = 2·cost/(m − n), of the unknowns if the noise is white and the model nearly linear.
 
         By QR. Bounds are not taken account of. Infinite where the residuals do not determine the unknowns: the rank of
-        J is below n, or m ≤ n.
+        J is below n, or m ≤ n (m < n, if the variance of the residuals is given).
         """
         m, n = self.jac.shape[-2:]
-        if m <= n:
+        if m < n or (m == n and self.variance is None):
             return torch.full_like(self.jac[..., :1, :], torch.inf).expand(*self.jac.shape[:-2], n, n)
         norms = torch.linalg.vector_norm(self.jac, dim=-2, keepdim=True)
         R = torch.linalg.qr(self.jac / torch.where(norms > 0, norms, 1.0), mode="r").R
@@ -97,14 +116,13 @@ class FitResult:
         eye = torch.eye(n, dtype=R.dtype, device=R.device)
         R = torch.where(full[..., None, None], R, eye)
         half = torch.linalg.solve_triangular(R, eye.expand_as(R), upper=True) / norms.mT
-        variance = 2 * self.cost / (m - n)
+        variance = 2 * self.cost / (m - n) if self.variance is None else torch.full_like(self.cost, self.variance)
         return torch.where(full[..., None, None], variance[..., None, None] * (half @ half.mT), torch.inf)
 
     @property
     def standard_errors(self) -> Any:
         """√ of the diagonal of ``covariance``."""
-        deviations = self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
-        return self.residuals.unflatten(deviations if self.residuals.batch else deviations.unsqueeze(0))
+        return self._as_x0(self.covariance.diagonal(dim1=-2, dim2=-1).sqrt())
 
     @cached_property
     def message(self) -> str:
@@ -122,7 +140,7 @@ class FitResult:
                     f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite, or x is "
                     "a saddle point, to which equal starts of unknowns that may be exchanged lead"
                 )
-            elif m == n:
+            elif m == n and self.variance is None:
                 notes.append("as many unknowns as residuals: the covariance is infinite")
         if self.shortened:
             notes.append(f"{self.shortened} trial steps led to residuals that are not finite, and were shortened")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -14,11 +16,10 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import in_transform
 from natgrad.errors import IncompatibleError, NonFiniteError
-from natgrad.least_squares.arithmetic import anywhere
 from natgrad.least_squares.fits import NOT_FINITE, Fits, Rules
 from natgrad.least_squares.losses import RobustLoss
 from natgrad.least_squares.residuals import ResidualFunction, Unknowns
-from natgrad.least_squares.result import FitResult
+from natgrad.least_squares.result import FitResult, Iterate
 from natgrad.least_squares.sensitivity import differentiable
 from natgrad.least_squares.trust_region import minimise
 from natgrad.linalg import is_number, svdvals
@@ -34,30 +35,35 @@ def least_squares(
     args: tuple[Any, ...] = (),
     *,
     bounds: tuple[Any, Any] | None = None,
-    loss: str = "linear",
+    loss: str | Callable[[Tensor], Any] = "linear",
     f_scale: float = 1.0,
     x_scale: Any = "jac",
     ftol: float | None = 1e-8,
     xtol: float | None = 1e-8,
     gtol: float | None = 1e-8,
     max_nfev: int | None = None,
+    fixed: Any = None,
+    callback: Callable[..., Any] | None = None,
     batch: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> FitResult:
     """Minimise ½ Σ ρ(f²), f = ``fun(x, *args)``, from ``x0``: the call of SciPy's ``least_squares``, for tensors.
 
     ``fun`` returns the residuals, a tensor of any shape, made of differentiable torch operations. ``x0`` is a tensor or
-    a dict of tensors, and ``fun`` gets the unknowns in that form. The steps are those of Levenberg and Marquardt in a
-    trust region (Moré 1978), by QR of the exact Jacobian.
+    a dict of tensors, and ``fun`` gets the unknowns in that form. ``kwargs``: its arguments by name, as they are. The
+    steps are those of Levenberg and Marquardt in a trust region (Moré 1978), by QR of the exact Jacobian.
 
     ``bounds``: (lower, upper), each a number or as ``x0``; in a dict unknowns may be left out. ``loss``: "linear",
-    "soft_l1", "huber", "cauchy" or "arctan", with outliers beyond ``f_scale``. ``x_scale``: "jac", or the size of a
-    change of the unknowns that matters, a number or as ``x0``.
+    "soft_l1", "huber", "cauchy" or "arctan", with outliers beyond ``f_scale``, or a function z ↦ (ρ, ρ′, ρ″) of
+    z = (f/f_scale)². ``x_scale``: "jac", or the size of a change of the unknowns that matters, a number or as ``x0``.
+    ``fixed``: unknowns that stay at ``x0``, by their names or as booleans in its form.
 
     A fit stops if a step changes the cost by at most ``ftol`` times the cost, or the unknowns by at most ``xtol`` times
     their size (both in units of ``x_scale``), and the offset falls no more; or if the offset is at most ``gtol``. The
     offset is the cosine between the residuals and the tangent space of the model (Bates and Watts 1981): √n·1e-8 of it
-    leaves x within about 1e-8 standard errors. None turns a rule off. ``max_nfev``: the most evaluations of ``fun``,
-    by default 1500 + 10n.
+    leaves x within about 1e-8 standard errors. None turns a rule off. ``max_nfev``: the most calls of ``fun``, by
+    default 1500 + 10n. ``callback`` is called after every step, with x, or, if that is the name of its argument, with
+    ``intermediate_result`` (x, cost, fun, nit, nfev), and stops the fit by raising StopIteration.
 
     ``batch=True``: b independent fits in one call. ``x0`` and the tensors in ``args`` have the fits on their first
     axis; ``fun`` is written for one fit, and mapped over them by ``torch.vmap``.
@@ -76,12 +82,15 @@ def least_squares(
         raise TypeError(f"fun must be a function of the unknowns, got {type(fun).__name__}")
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple of further arguments of fun, got {type(args).__name__}: write (data,)")
+    if kwargs is not None:
+        fun = partial(fun, **kwargs)
     unknowns = _checked(x0, batch)
-    args = _as_tensors(args, next(iter(unknowns.values())) if isinstance(unknowns, Mapping) else unknowns)
+    args = as_tensors(args, next(iter(unknowns.values())) if isinstance(unknowns, Mapping) else unknowns)
     _refuse_transforms(args)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-    residuals = ResidualFunction(fun, unknowns, held, batch)
-    x = residuals.flatten(unknowns).clone()  # a fit that ends at x0 does not return x0 itself
+    residuals = ResidualFunction(fun, unknowns, held, batch, _fixed(fixed, unknowns, batch))
+    x = residuals.select(residuals.start).clone()  # a fit that ends at x0 does not return x0 itself
+    residuals.allow(1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev))
     if batch:
         _check_args(args, len(x))
     lower, upper = _box(bounds, residuals, x)
@@ -90,16 +99,21 @@ def least_squares(
         ftol=_tolerance(ftol, "ftol", eps),
         xtol=_tolerance(xtol, "xtol", eps),
         gtol=_tolerance(gtol, "gtol", eps),
-        evaluations=1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev),
         lower=lower,
         upper=upper,
-        D=_scale(x_scale, residuals, x),
+        D=_scale(x_scale, residuals),
     )
     if ftol is None and xtol is None and gtol is None:
         raise ValueError("one of ftol, xtol and gtol must be a number: nothing else says when the fit has converged")
     robust = RobustLoss.named(loss, f_scale)
+    watch = _watch(callback, residuals)
     try:
-        fits = minimise(residuals, x, robust, rules)
+        fits = minimise(residuals, x, robust, rules, watch)
+        calls = residuals.calls
+        if residuals.confirm(fits.x, fits.f, fits.J):
+            fits.nfev = fits.nfev + (residuals.calls - calls)
+        else:  # fun is not what its first values have shown
+            fits = minimise(residuals, fits.x, robust, rules, watch)
     except RuntimeError as error:
         if not in_transform() or not str(error).startswith("vmap:"):
             raise
@@ -107,8 +121,6 @@ def least_squares(
             "least_squares reads the values of its tensors, which torch.vmap does not allow: give all fits in one "
             "call, with batch=True"
         ) from error
-    if not residuals.confirm(fits.x, fits.f, fits.J):  # fun is not what its first values have shown
-        fits = minimise(residuals, fits.x, robust, rules)
     _say_underflow(fits, eps)
     result = _result(residuals, fits, robust, rules, args)
     if x.dtype != torch.float64:
@@ -120,31 +132,86 @@ def _result(
     residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, args: tuple[Any, ...]
 ) -> FitResult:
     f, J = loss.weighted(fits.f, fits.J)
-    batch = residuals.batch
-    if not batch and fits.status == NOT_FINITE:
+    one = not residuals.batch
+    if one and int(fits.status) == NOT_FINITE:
         _refuse(fits, J)
-    x, lower, upper = fits.x, rules.lower, rules.upper
-    active = torch.zeros_like(x, dtype=torch.int64)
-    if lower is not None and upper is not None:
-        active = (x >= upper).long() - (x <= lower).long()
+    active = torch.zeros_like(fits.x, dtype=torch.int64)
+    if rules.lower is not None and rules.upper is not None:
+        active = (fits.x >= rules.upper).long() - (fits.x <= rules.lower).long()
     assert residuals.shape is not None
-    cost = torch.as_tensor(fits.cost, dtype=x.dtype, device=x.device)
+    x = residuals.whole(fits.x)
     result = FitResult(
         x=residuals.unflatten(x),
-        cost=cost.reshape(-1) if batch else cost,
-        fun=fits.f.view(len(x), *residuals.shape) if batch else fits.f.view(residuals.shape),
-        jac=J if batch else J[0],
-        nfev=torch.as_tensor(fits.evaluations, device=x.device).reshape(-1) if batch else fits.evaluations,
-        status=torch.as_tensor(fits.status, device=x.device).reshape(-1) if batch else fits.status,
+        cost=fits.cost[0] if one else fits.cost,
+        fun=fits.f.view(residuals.shape if one else (len(x), *residuals.shape)),
+        jac=J[0] if one else J,
+        nfev=int(fits.nfev) if one else fits.nfev,
+        njev=int(fits.njev) if one else fits.njev,
+        status=int(fits.status) if one else fits.status,
         residuals=residuals,
-        shortened=int(torch.as_tensor(fits.shortened).sum()) if batch else fits.shortened,
-        active=active if batch else active[0],
-        pulled=f if batch else f[0],
+        shortened=int(fits.shortened.sum()),
+        active=active[0] if one else active,
+        pulled=f[0] if one else f,
     )
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-        free = result.free if batch else result.free.unsqueeze(0)
-        return replace(result, x=residuals.unflatten(differentiable(residuals, x, args, loss, free)))
+        free = result.free.unsqueeze(0) if one else result.free
+        return replace(result, x=residuals.unflatten(differentiable(residuals, x, args, loss, residuals.embed(free))))
     return result
+
+
+def _watch(callback: Callable[..., Any] | None, residuals: ResidualFunction) -> Callable[[Fits], bool] | None:
+    """What calls ``callback`` after a step, as SciPy calls it, and tells whether it has raised StopIteration."""
+    if callback is None:
+        return None
+    if not callable(callback):
+        raise TypeError(f"callback must be a function of x or of intermediate_result, got {type(callback).__name__}")
+    if residuals.batch:
+        raise ValueError("callback sees the steps of one fit: leave out callback, or batch=True")
+    takes_all = set(inspect.signature(callback).parameters) == {"intermediate_result"}
+
+    def watch(fits: Fits) -> bool:
+        assert residuals.shape is not None
+        x = residuals.unflatten(residuals.whole(fits.x))
+        try:
+            if takes_all:
+                cost, fun = fits.cost[0], fits.f.view(residuals.shape)
+                callback(intermediate_result=Iterate(x, cost, fun, int(fits.njev) - 1, residuals.calls))
+            else:
+                callback(x)
+        except StopIteration:
+            return True
+        return False
+
+    return watch
+
+
+def _fixed(fixed: Any, unknowns: Unknowns, batch: bool) -> Tensor | None:
+    """Which of the flattened unknowns of one fit are fixed [n], from names, or from booleans in the form of x0."""
+    if fixed is None:
+        return None
+    one = {"x0": unknowns} if isinstance(unknowns, Tensor) else dict(unknowns)
+    marks = {"x0": fixed} if isinstance(unknowns, Tensor) else fixed
+    if isinstance(marks, str):
+        marks = (marks,)
+    if not isinstance(marks, Mapping):
+        if not isinstance(marks, Collection) or not all(isinstance(name, str) for name in marks):
+            raise TypeError("fixed is a collection of names in x0, or booleans in the form of x0 (True: fixed)")
+        marks = dict.fromkeys(marks, True)
+    if missing := sorted(marks.keys() - one.keys()):
+        raise ValueError(f"fixed names {', '.join(missing)}, which are not in x0")
+    flat = []
+    for name, p in one.items():
+        mark, shape = torch.as_tensor(marks.get(name, False)), p.shape[1:] if batch else p.shape
+        if mark.dtype != torch.bool:
+            raise TypeError(f"fixed of {name} must be booleans in the form of x0 (True: fixed), got {mark.dtype}")
+        try:
+            flat.append(mark.to(p.device).expand(shape).reshape(-1))
+        except RuntimeError:
+            raise ValueError(f"fixed of {name} is {list(mark.shape)}, and the unknown {list(shape)}") from None
+    every = torch.cat(flat)
+    if bool(every.all()):
+        raise ValueError("all unknowns are fixed: there is nothing to fit")
+    return every if bool(every.any()) else None
 
 
 def _refuse(fits: Fits, J: Tensor) -> None:
@@ -214,7 +281,7 @@ def _kind(value: Any) -> str | None:
     return getattr(getattr(value, "dtype", None), "kind", None)
 
 
-def _as_tensors(args: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
+def as_tensors(args: tuple[Any, ...], like: Tensor) -> tuple[Any, ...]:
     """Arrays of floats as tensors; what else there is, fun may need as it is."""
 
     def tensor(a: Any) -> Any:
@@ -249,11 +316,11 @@ def _check_args(args: tuple[Any, ...], count: int) -> None:
             )
 
 
-def _spread(value: Any, what: str, default: float, residuals: ResidualFunction, x: Tensor) -> Tensor:
+def _spread(value: Any, what: str, default: float, residuals: ResidualFunction) -> Tensor:
     """A number, or unknowns as x0 (of one fit or of all), as [b n]."""
 
     def full(v: Any, like: Tensor, name: str) -> Tensor:
-        t = _numbers(v, f"{what} of {name}", x.dtype, x.device)
+        t = _numbers(v, f"{what} of {name}", like.dtype, like.device)
         try:
             return t.expand(like.shape)
         except RuntimeError:
@@ -264,18 +331,28 @@ def _spread(value: Any, what: str, default: float, residuals: ResidualFunction, 
         if isinstance(value, Mapping):
             if unknown := sorted(value.keys() - like.keys()):
                 raise ValueError(f"{what} names {', '.join(unknown)}, which are not in x0")
-            return residuals.flatten({name: full(value.get(name, default), p, name) for name, p in like.items()})
-        return residuals.flatten({name: full(value, p, name) for name, p in like.items()})
-    return residuals.flatten(full(value, like, "x0"))
+            value = {name: value.get(name, default) for name in like}
+        each = value if isinstance(value, Mapping) else dict.fromkeys(like, value)
+        return residuals.select(residuals.flatten({name: full(each[name], p, name) for name, p in like.items()}))
+    return residuals.select(residuals.flatten(full(value, like, "x0")))
+
+
+def bounds_of(bounds: Any) -> tuple[Any, Any]:
+    """Lower and upper bounds, from a pair, or from an object with lb and ub, as SciPy's."""
+    if hasattr(bounds, "lb") and hasattr(bounds, "ub"):
+        return bounds.lb, bounds.ub
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        error = ValueError if isinstance(bounds, (tuple, list)) else TypeError
+        raise error("bounds is a pair (lower, upper), each a number or as x0; ±inf where there is no bound")
+    return bounds[0], bounds[1]
 
 
 def _box(bounds: Any, residuals: ResidualFunction, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if bounds is None:
         return None, None
-    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
-        raise TypeError("bounds is a pair (lower, upper), each a number or as x0; ±inf where there is no bound")
-    lower = _spread(-math.inf if bounds[0] is None else bounds[0], "the lower bound", -math.inf, residuals, x)
-    upper = _spread(math.inf if bounds[1] is None else bounds[1], "the upper bound", math.inf, residuals, x)
+    low, high = bounds_of(bounds)
+    lower = _spread(-math.inf if low is None else low, "the lower bound", -math.inf, residuals)
+    upper = _spread(math.inf if high is None else high, "the upper bound", math.inf, residuals)
     if bool((lower.isnan() | upper.isnan()).any()):
         raise NonFiniteError("a bound is NaN: use ±inf where there is none")
     if not bool((lower < upper).all()):
@@ -289,12 +366,12 @@ def _box(bounds: Any, residuals: ResidualFunction, x: Tensor) -> tuple[Tensor | 
     return lower, upper
 
 
-def _scale(x_scale: Any, residuals: ResidualFunction, x: Tensor) -> Tensor | None:
+def _scale(x_scale: Any, residuals: ResidualFunction) -> Tensor | None:
     if isinstance(x_scale, str):
         if x_scale != "jac":
             raise ValueError(f'x_scale is "jac", or positive numbers as x0, got {x_scale!r}')
         return None
-    scale = _spread(x_scale, "x_scale", 1.0, residuals, x)
+    scale = _spread(x_scale, "x_scale", 1.0, residuals)
     if not bool(((scale > 0) & (scale < math.inf)).all()):
         raise ValueError("x_scale must be positive and finite")
     return 1 / scale
@@ -322,11 +399,11 @@ def _say_underflow(fits: Fits, eps: float) -> None:
     """Where the squares of all residuals are zero, or have lost digits, a fit ends anywhere: name such fits."""
     tiny = torch.finfo(fits.f.dtype).tiny
     lost = fits.cost < _FEW * tiny
-    if not anywhere(lost):
+    if not bool(lost.any()):
         return
     sizes = fits.f.abs()
     terms = (fits.J.abs() @ fits.x.abs().unsqueeze(-1)).squeeze(-1)  # whose rounding residuals of an exact x are
-    left = sizes[torch.as_tensor(lost, device=sizes.device).view(-1) & (sizes > eps**0.5 * terms).any(-1)]
+    left = sizes[lost & (sizes > eps**0.5 * terms).any(-1)]
     if left.numel():
         _logger.log_once(
             logging.WARNING,

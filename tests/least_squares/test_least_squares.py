@@ -104,7 +104,7 @@ def test_a_saddle_point_to_which_equal_terms_lead_is_named() -> None:
 
 def test_residuals_that_depend_on_nothing_have_nothing_to_fit() -> None:
     fit = ng.least_squares(lambda x: 0 * x[0] + DATA, ones(2))
-    assert (fit.nfev, fit.status, fit.rank) == (1, 1, 0)
+    assert (fit.njev, fit.status, fit.rank) == (1, 1, 0)
     assert "rank 0 of 2" in fit.message
     assert fit.x.tolist() == [1.0, 1.0]
 
@@ -261,7 +261,7 @@ def test_a_fit_in_a_bent_valley_takes_few_evaluations() -> None:
     (problem,) = [p for p in NIST if p.name == "Bennett5"]
     fit = ng.least_squares(problem.residuals(), torch.tensor(problem.starts[0], dtype=torch.float64))
     assert fit.nfev < 250
-    assert ng.least_squares(problem.residuals(), problem.starts[0], max_nfev=40).nfev == 40
+    assert ng.least_squares(problem.residuals(), problem.starts[0], max_nfev=6).nfev == 6
 
 
 @pytest.mark.parametrize("amplitude", [2.4, 2.42, 2.48, 2.5, 2.52])
@@ -355,7 +355,7 @@ def test_many_fits_in_one_call_are_the_fits_one_by_one(options: dict[str, Any]) 
 def test_a_fit_that_fails_leaves_the_others_of_its_batch_alone() -> None:
     data = torch.stack([DATA, DATA * math.nan, 2 * DATA])
     fit = ng.least_squares(lambda x, y: decay(x, TIMES, y), ones(3, 2), (data,), batch=True)
-    assert torch.as_tensor(fit.status).tolist() == [1, -2, 1]
+    assert torch.as_tensor(fit.status).tolist() == [1, -3, 1]
     assert torch.as_tensor(fit.success).tolist() == [True, False, True]
     assert "1 fits by NaN or infinity" in fit.message
     torch.testing.assert_close(fit.x[2], fit.x[0] * torch.tensor([2.0, 1.0], dtype=torch.float64), rtol=1e-6, atol=0)
@@ -497,7 +497,7 @@ def test_residuals_whose_squares_are_zero_are_named(caplog: pytest.LogCaptureFix
         ng.least_squares(lambda x: 1e-200 * (x - 3), 3 * ones(2))
         assert not caplog.records
         fit = ng.least_squares(lambda x: 1e-200 * decay(x, TIMES, DATA), ones(2))
-    assert fit.nfev == 1
+    assert fit.njev == 1
     assert [r.getMessage() for r in caplog.records] == [
         "least_squares: residuals of at most 2e-200 have squares that are zero, or nearly so, in float64, so that a "
         "fit ends at x0 or too early: multiply them by a number that makes them about 1"
