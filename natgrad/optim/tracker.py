@@ -675,12 +675,14 @@ class MetricTracker:
         x = Arguments(args, kwargs)
         self._note_pass(Batch(self.model, x, rng_state=state), self._metric_of_pass)
         if not due:
+            if self._queried and not self._is_compiled(compiled):
+                self._forget_if_it_raises()
             return
         refuse_nested(x, "the inputs")
         self._note_mode()
         if not self.structure.one_pass:
             self.model.check_separable()
-        eagerly = compiled or self.watched is not self.module or self._check.compiled()
+        eagerly = self._is_compiled(compiled)
         # The first pass that waits for a backward pass is not run again to see its operations.
         waits = self.metric.source == "backward"
         if waits and eagerly:
@@ -695,6 +697,20 @@ class MetricTracker:
         else:
             # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
             self._handle = self.module.register_forward_hook(self._after_pass, with_kwargs=True, always_call=True)
+
+    def _is_compiled(self, here: bool) -> bool:
+        """Whether hooks of this pass would be compiled; ``here``: the caller of the module is."""
+        return here or self.watched is not self.module or self._check.compiled()
+
+    def _forget_if_it_raises(self) -> None:
+        """The pass that begins is not recorded; one that raises (out of memory, say) is no pass of this step."""
+
+        def after(module: nn.Module, args: tuple[Any, ...], raw: Any) -> None:
+            handle.remove()
+            if raw is None:
+                self.passes.pop()
+
+        handle = self.module.register_forward_hook(after, always_call=True)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record an eager pass of our own before the user's compiled pass, which draws the same random numbers."""

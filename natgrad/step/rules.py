@@ -59,7 +59,8 @@ class Backtracking:
     """Shorten the step until the true divergence D is within the radius, at most ``tries`` times.
 
     Each time it is multiplied by √(0.9 radius/D), after which a divergence that grows like the square of the step would
-    be nine tenths of the radius, but at least by ``shrink``. ``opt.last.reason`` tells how short the step became.
+    be nine tenths of the radius, or by ``shrink``, whichever is larger. ``opt.last.reason`` tells how short the step
+    became.
 
     The divergence of the outputs is, for Fisher, KL(old‖new) (Schulman et al. 2015); with ``reverse=True`` it is
     KL(new‖old) (Grosse 2021, (9)). Both have the metric as their Hessian, and differ in steps of finite length: on

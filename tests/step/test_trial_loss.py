@@ -210,14 +210,23 @@ def test_the_divergence_of_uneven_passes_of_several_heads_is_that_of_the_joint_b
     assert divergence((8, 3)) == pytest.approx(divergence((11,)), rel=1e-12)
 
 
-def test_a_pass_that_fails_is_not_asked_about() -> None:
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_pass_that_fails_is_not_asked_about(every: int) -> None:
+    """Also in steps that do not estimate the metric."""
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 3)).double())
     opt = ng.NaturalGradient(
-        model, ng.Fisher(ng.Categorical()), step=ng.TrustRegion(0.1, ng.Backtracking()), damping=0.1
+        model,
+        ng.Fisher(ng.Categorical()),
+        structure=ng.Refresh(ng.Dense(), every=every, early=False),
+        step=ng.TrustRegion(0.1, ng.Backtracking()),
+        damping=0.1,
     )
-    with pytest.raises(RuntimeError, match="shape"):
-        model(normal(5, 7))
-    F.cross_entropy(model(normal(6, 4)), torch.arange(6) % 3).backward()
-    opt.step()
-    assert opt.last is not None
-    assert opt.last.accepted
+    for _ in range(2):
+        opt.zero_grad()
+        with pytest.raises(RuntimeError, match="shape"):
+            model(normal(5, 7))
+        F.cross_entropy(model(normal(6, 4)), torch.arange(6) % 3).backward()
+        opt.step()
+        assert opt.last is not None
+        assert opt.last.accepted
+    assert not model._forward_hooks
