@@ -434,6 +434,15 @@ def tensors_of(x: Inputs) -> list[Tensor]:
     return list(_walk(x))
 
 
+def count_examples(x: Inputs) -> int:
+    """The size of the first axis of the first input that has one; 1 where none has.
+
+    >>> count_examples((torch.tensor(2.0), torch.ones(3, 2)))
+    3
+    """
+    return next((t.shape[0] for t in tensors_of(x) if t.ndim), 1)
+
+
 def returned_tensors(raw: Any) -> list[Tensor]:
     """All tensors in what a model returned, also those under the names of an object, such as a dataclass."""
     if is_dataclass(raw) and not isinstance(raw, Mapping):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from natgrad.geometry import Covector, Vector, differential
 from natgrad.linalg import Damping, check_finite
-from natgrad.model import Inputs, Model, batches_of, check_slots, tensors_of
+from natgrad.model import Inputs, Model, batches_of, check_slots, count_examples
 from natgrad.output.losses import Criterion, is_sum, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
@@ -112,14 +112,14 @@ def hessian(
         _check_of_outputs(loss)
         return HessianOperator.at(lambda θ: loss(wrapped(θ, x)), wrapped.params)
     loader, summed = x, is_sum(loss)
-    total = sum(_examples(each) for each, _ in batches_of(wrapped, loader))
+    total = sum(count_examples(each) for each, _ in batches_of(wrapped, loader))
     if not total:
         raise ValueError("the loader has no batch: there is no loss to differentiate")
 
     def objectives() -> Iterator[tuple[float, Callable[[Mapping[str, Tensor]], Tensor]]]:
         count = 0
         for each, target in batches_of(wrapped, loader):
-            n, given = _examples(each), () if target is None else (target,)
+            n, given = count_examples(each), () if target is None else (target,)
             count += n
             yield 1.0 if summed else n / total, partial(_loss_at, wrapped, each, loss, given)
         if count != total:
@@ -135,10 +135,6 @@ def _loss_at(
     model: Model, x: Inputs, loss: Callable[..., Tensor], given: tuple[Any, ...], θ: Mapping[str, Tensor]
 ) -> Tensor:
     return loss(model(θ, x), *given)
-
-
-def _examples(x: Inputs) -> int:
-    return next((t.shape[0] for t in tensors_of(x) if t.ndim), 1)
 
 
 def _check_of_outputs(loss: Callable[..., Any]) -> None:

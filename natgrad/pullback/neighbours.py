@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate.dispatch import OperationMode, storage
-from natgrad.model import Inputs, Model, tensors_of
+from natgrad.model import Inputs, Model, count_examples, tensors_of
 
 # Operations that pick rows of data, or write to rows of what may be new: (data, axis, index), (data, an index for every
 # axis) and (data, an index of the first axis).
@@ -63,7 +63,7 @@ class _Numbers(OperationMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.indexed = False
-        self._n = next(t.shape[0] for t in inputs if t.ndim)
+        self._n = count_examples(list(inputs))
         self._data = {storage(t) for t in inputs}
         self._integers = set[int]()  # made of integers that were there before
         self._of_pass = set[int]()  # all that the pass makes

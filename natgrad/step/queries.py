@@ -15,7 +15,7 @@ from natgrad.errors import BatchStatisticsError, DomainError, IncompatibleError
 from natgrad.geometry import Covector, Vector
 from natgrad.isolation import same_draws
 from natgrad.linearise import linearise
-from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, count_examples, evaluating, map_tensors
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import separable
 from natgrad.pullback.neighbours import number_examples
@@ -81,7 +81,7 @@ class BatchQueries:
 
     def _joint(self, query: Callable[[Batch, OutputMetric], list[Tensor]]) -> list[Tensor]:
         """The mean over the examples of all passes, and of all processes."""
-        numbers = [_examples(batch.x) for batch, _ in self.passes]
+        numbers = [count_examples(batch.x) for batch, _ in self.passes]
         total = sum(numbers)
         means: list[Tensor] = []
         for n, (batch, metric) in zip(numbers, self.passes, strict=True):
@@ -120,7 +120,7 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
     >>> quadratic_forms(at, ng.Euclidean(), [Vector({"weight": torch.tensor([[1.0, 0.0]])})])
     tensor([[9.]])
     """
-    n = _examples(batch.x)
+    n = count_examples(batch.x)
     m = max(min(n, _FEWEST), round(fraction * n))
     y, pushed, target = None, list[Tensor](), batch.target
     cut = 0 < m < n and separable(batch.x, n) and (target is None or separable(target, n))
@@ -148,11 +148,6 @@ def _spread(x: Inputs, m: int, n: int) -> Inputs:
     """
     p = next(p for p in range(round(_GOLDEN * n), n) if math.gcd(p, n) == 1)
     return map_tensors(x, lambda t: t.index_select(0, torch.arange(m, device=t.device) * p % n))
-
-
-def _examples(x: Inputs) -> int:
-    """The number of examples: on the first axis of the first input that has one."""
-    return next((t.shape[0] for t in tensors_of(x) if t.ndim), 1)
 
 
 def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor, list[Tensor]]:
