@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, NoReturn, Protocol, TypeVar, final
 
 import torch
@@ -352,7 +352,7 @@ class Jacobian:
 
     _batches: tuple[Linearisation, ...]
 
-    @property
+    @cached_property
     def y(self) -> Tensor:
         """The outputs [n *out] where the model was linearised."""
         return _below([linear.y for linear in self._batches])
