@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.least_squares.residuals import Unknowns
 from natgrad.least_squares.result import FitResult
 from natgrad.least_squares.solve import as_tensors, bounds_of, least_squares
+from natgrad.linalg import is_number
 
 _MANY = 1000  # degrees of freedom, from which on Student's distribution is expanded around the normal one
 
@@ -61,13 +62,14 @@ class CurveFit:
         if not 0 < level < 1:
             raise ValueError(f"level must be a probability between 0 and 1, got {level}")
         residuals, x = self.fit.residuals, self.fit.residuals.flatten(self.x).detach()
-        (xdata,) = as_tensors((xdata,), x)
+        xdata = _points(xdata, x)
 
         def one(x: Tensor) -> Tensor:
             return self.function(xdata, residuals.unflatten_one(x))
 
         y = torch.vmap(one)(x)
-        g = residuals.select(torch.vmap(torch.func.jacfwd(one))(x).flatten(1, -2))  # [b points n]
+        J = torch.vmap(torch.func.jacfwd(one))(x)
+        g = residuals.select(J.reshape(len(x), y[0].numel(), -1))  # [b points n]
         C = self.covariance if residuals.batch else self.covariance.unsqueeze(0)
         root = ((g @ C) * g).sum(-1).clamp(min=0).sqrt().view_as(y)
         m, n = self.fit.jac.shape[-2:]
@@ -77,7 +79,7 @@ class CurveFit:
 
     def _at(self, x: Tensor, xdata: Any) -> Tensor:
         residuals = self.fit.residuals
-        (xdata,) = as_tensors((xdata,), x)
+        xdata = _points(xdata, x)
         y = torch.stack([self.function(xdata, residuals.unflatten_one(each)) for each in x.unbind(0)])
         return y if residuals.batch else y[0]
 
@@ -130,7 +132,8 @@ def curve_fit(
     if not callable(f):
         raise TypeError(f"f must be a function of xdata and the parameters, got {type(f).__name__}")
     y = as_tensors((ydata,), torch.zeros((), dtype=torch.float64))[0]
-    y = y if isinstance(y, Tensor) else torch.as_tensor(y, dtype=torch.float64)
+    is_kept = isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())
+    y = y if is_kept else torch.as_tensor(y, dtype=torch.float64)  # counts, or a list
     if y.ndim <= int(batch) or not y.is_floating_point():
         raise ValueError(
             f"ydata must be a tensor of floating-point numbers{', with an axis of fits before those of data' * batch}, "
@@ -139,7 +142,7 @@ def curve_fit(
     start = _start(f, bounds, y, batch) if p0 is None else p0
     by_name = isinstance(start, Mapping)
     shape = y.shape[1:] if batch else y.shape
-    (points,) = as_tensors((xdata,), y)
+    points = _points(xdata, y)
     whiten, deviations = _whitening(sigma, shape, y)
 
     def function(xdata: Any, p: Any) -> Tensor:
@@ -175,6 +178,13 @@ def curve_fit(
     return CurveFit(replace(fit, variance=1.0) if absolute_sigma else fit, function)
 
 
+def _points(xdata: Any, like: Tensor) -> Any:
+    """Numbers, or an array of floats, as a tensor; what else f takes, as it is."""
+    if is_number(xdata) or (isinstance(xdata, (list, tuple)) and all(is_number(each) for each in xdata)):
+        return torch.as_tensor(xdata, dtype=like.dtype, device=like.device)
+    return as_tensors((xdata,), like)[0]
+
+
 def _start(f: Callable[..., Any], bounds: Any, y: Tensor, batch: bool) -> Tensor:
     """One for every parameter of f, or a number between its bounds."""
     try:
@@ -205,7 +215,7 @@ def _whitening(sigma: Any, shape: torch.Size, y: Tensor) -> tuple[Callable[..., 
     m = shape.numel()
     if σ.shape == (m, m) and len(shape) == 1 and σ.shape != y.shape:
         L, failed = torch.linalg.cholesky_ex(σ)
-        if bool(failed):
+        if bool(failed) or not torch.allclose(σ, σ.mT):
             raise ValueError("sigma [m m] is the covariance of ydata, and must be symmetric and positive definite")
         return lambda r: torch.linalg.solve_triangular(L, r.unsqueeze(-1), upper=False).squeeze(-1), ()
     if not bool((σ > 0).all()):

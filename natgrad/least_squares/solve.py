@@ -193,6 +193,9 @@ def _fixed(fixed: Any, unknowns: Unknowns, batch: bool) -> Tensor | None:
     marks = {"x0": fixed} if isinstance(unknowns, Tensor) else fixed
     if isinstance(marks, str):
         marks = (marks,)
+    words = [fixed] if isinstance(fixed, str) else fixed if isinstance(fixed, (list, tuple, set)) else []
+    if isinstance(unknowns, Tensor) and any(isinstance(each, str) for each in words):
+        raise TypeError("fixed names unknowns, and x0 has no names: give booleans in its form, or x0 as a dict")
     if not isinstance(marks, Mapping):
         if not isinstance(marks, Collection) or not all(isinstance(name, str) for name in marks):
             raise TypeError("fixed is a collection of names in x0, or booleans in the form of x0 (True: fixed)")
@@ -356,7 +359,7 @@ def _box(bounds: Any, residuals: ResidualFunction, x: Tensor) -> tuple[Tensor | 
     if bool((lower.isnan() | upper.isnan()).any()):
         raise NonFiniteError("a bound is NaN: use ±inf where there is none")
     if not bool((lower < upper).all()):
-        raise ValueError("every lower bound must be below its upper bound: leave a fixed unknown out of x0")
+        raise ValueError("every lower bound must be below its upper bound: to hold an unknown, use fixed=")
     outside = (x < lower) | (x > upper)
     if bool(outside.any()):
         indices = sorted(set(outside.nonzero()[:, 1].tolist()))

@@ -56,6 +56,19 @@ def test_the_band_is_student_times_the_error_that_the_gradient_propagates() -> N
     torch.testing.assert_close(high - low, 2 * scipy.stats.norm.ppf(0.95) * 0.5 * at / T.norm(), rtol=1e-9, atol=0)
 
 
+def test_points_may_be_a_list_or_one_number_and_data_may_be_counts() -> None:
+    def line(t: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return a * torch.sqrt(t) + b
+
+    counts = torch.tensor([3, 5, 4, 7, 8, 8])
+    curve = ng.curve_fit(line, list(range(6)), counts)
+    expected = ng.curve_fit(line, torch.arange(6.0).double(), counts.double())
+    torch.testing.assert_close(curve.x, expected.x, rtol=0, atol=0)
+    for many, one in zip(curve.band([2, 7]), curve.band(7.0), strict=True):
+        assert one.shape == ()
+        torch.testing.assert_close(one, many[1], rtol=1e-12, atol=0)
+
+
 def test_the_band_covers_the_true_curve_as_often_as_it_says() -> None:
     noise = 0.1 * torch.randn(2000, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     t = torch.linspace(0, 1, 8, dtype=torch.float64)
@@ -208,6 +221,21 @@ BAD: dict[str, tuple[type[Exception], str, Any]] = {
     "sigma": (ValueError, r"sigma is \[3\]", lambda: ng.curve_fit(lambda t, a: a * t, T, Y, sigma=torch.ones(3))),
     "zero sigma": (ValueError, "sigma must be positive", lambda: ng.curve_fit(lambda t, a: a * t, T, Y, sigma=0.0)),
     "level": (ValueError, "level must be", lambda: ng.curve_fit(lambda t, a: a * t, T, Y).band(T, level=95)),
+    "sigma of one side": (
+        ValueError,
+        r"sigma \[m m\] is the covariance of ydata, and must be symmetric",
+        lambda: ng.curve_fit(lambda t, a: a * t, T, Y, sigma=torch.eye(25) + 0.5 * torch.ones(25, 25).triu(1)),
+    ),
+    "bounds that hold": (
+        ValueError,
+        "below its upper bound: to hold an unknown, use fixed=",
+        lambda: ng.curve_fit(lambda t, a: a * t, T, Y, bounds=([1.0], [1.0])),
+    ),
+    "names without names": (
+        TypeError,
+        "x0 has no names: give booleans in its form, or x0 as a dict",
+        lambda: ng.curve_fit(lambda t, a, b: a * t + b, T, Y, fixed="b"),
+    ),
     "all fixed": (ValueError, "all unknowns are fixed", lambda: ng.least_squares(lambda x: x, [1.0], fixed=[True])),
     "names that are not there": (
         ValueError,
