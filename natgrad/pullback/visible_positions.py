@@ -79,7 +79,8 @@ class VisiblePositions:
         self._tape, self._root = tape, root
         self._kinds = [kind for layer in layers for kind in layer.kinds if has_several(tape, kind)]
         self._gates = _gates(tape) if self._kinds else []
-        if self.gated and not can_read(tape.y):  # all positions may be seen, but to look would be to wait
+        self._unread = self.gated and not can_read(tape.y)
+        if self._unread:  # all positions may be reached, but to look would be to wait
             _ = self._masks
 
     @property
@@ -94,6 +95,8 @@ class VisiblePositions:
 
     def of(self, kind: Block, g: Features) -> Tensor | None:
         """The mask [n r] of a layer of one kind with cotangents g; None if all positions count."""
+        if self._unread:
+            return self._masks.get(_key(kind))
         there = reached(g, kind)
         return there if there is None or not self.gated else self._masks[_key(kind)]
 
