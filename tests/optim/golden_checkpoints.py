@@ -1,6 +1,6 @@
 """Writes a checkpoint of every optimizer below, by whatever version of natgrad is on the path:
 
-    PYTHONPATH=<checkout of that version> python tests/golden/checkpoints/write.py tests/golden/checkpoints/<version>
+    PYTHONPATH=<checkout of that version> python tests/optim/golden_checkpoints.py tests/golden/checkpoints/<version>
 
 A file has the parameters and the state after ``SAVED`` steps, and the parameters after ``AFTER`` more steps of the run
 that was saved. ``tests/optim/test_golden_checkpoints.py`` loads it, and goes on. Apart from the optimizers that 0.1.0
