@@ -20,7 +20,6 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -28,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from natgrad.accelerate.devices import outside_inference_mode
 from natgrad.accelerate.jets import Slopes, activated, activated_layer, composed, is_fused, weighted
 from natgrad.errors import BatchStatisticsError, NoDerivativeError
 from natgrad.log import OnceLogger
@@ -387,17 +387,7 @@ def _joined(value: Tensor, first: Tensor, second: Tensor | None, of: Directions)
     return Jet(torch.cat(channels if second is None else [*channels, second.expand_as(value).unsqueeze(0)]), of)
 
 
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Forward mode in inference mode has zeros for derivatives in some versions of torch, and says nothing."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():  # the first alone would enable graphs
-        yield
-
-
-@_outside_inference_mode()
+@outside_inference_mode()
 def _nested(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Any function: Df[J_i] and D²f[J_i, (D J)_i] by forward mode over forward mode, all i in one vmap."""
     jets = _jets((args, kwargs))
@@ -639,7 +629,7 @@ def _activation(slopes: Slopes) -> Rule:
     return lambda func, args, kwargs: Composition(args[0] if args else kwargs["input"], slopes)
 
 
-@_outside_inference_mode()
+@outside_inference_mode()
 def _by_forward_mode(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """f′ and f″ from torch."""
     jets, function = _jets((args, kwargs)), _function_of(func, args, kwargs)

@@ -34,6 +34,23 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """For derivatives by ``torch.func``: in inference mode they are zero in torch 2.11, and nothing says so.
+
+    No graph is made for a caller in inference mode, who wants none.
+
+    >>> with torch.inference_mode(), outside_inference_mode():
+    ...     torch.func.grad(torch.sin)(torch.zeros(()))
+    tensor(1.)
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # the first alone would enable graphs
+        yield
+
+
 def in_shape_inference() -> bool:
     """Whether the pass that begins is run for the shapes of its outputs, by a ``FakeTensorMode`` or a pipeline stage.
 

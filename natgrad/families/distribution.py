@@ -19,6 +19,7 @@ from torch.distributions import (
 )
 from torch.distributions import Wishart as TorchWishart
 
+from natgrad.accelerate.devices import outside_inference_mode
 from natgrad.families.base import Family, over_terms, seeded
 from natgrad.families.wishart import Wishart
 from natgrad.linalg import symmetric_root
@@ -41,6 +42,7 @@ class FromDistribution(Family):
 
     build: Callable[[Tensor], Distribution]
 
+    @outside_inference_mode()
     def check(self, y: Tensor) -> None:
         p = self.build(y)
         ends: list[Tensor] = []  # ends of the support that depend on the outputs; most families have none
@@ -66,6 +68,7 @@ class FromDistribution(Family):
     def terms(self, y: Tensor) -> int:
         return self.build(y).batch_shape.numel() // y.shape[0]
 
+    @outside_inference_mode()
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         if not self._closed_form(y):
             _support(self.build(y.detach()))  # raises if the metric cannot be exact

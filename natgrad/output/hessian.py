@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import outside_inference_mode
 from natgrad.errors import IncompatibleError
 from natgrad.families.base import over_terms
 from natgrad.linalg import symmetric_root
@@ -37,12 +38,14 @@ def per_example(function: Scalar, argument: Any = None) -> Field:
     return torch.func.vmap(of_one) if argument is None else lambda y: torch.func.vmap(of_one)(y, argument)
 
 
+@outside_inference_mode()
 def gradient(f: Field, y: Tensor) -> Tensor:
     """∇f(y_n) [n *out]."""
     grad: Tensor = torch.func.grad(lambda a: f(a).sum())(y)
     return grad
 
 
+@outside_inference_mode()
 def hessian_product(f: Field, y: Tensor, u: Tensor) -> Tensor:
     """∇²f(y_n) u_n = ∇⟨∇f(y_n), u_n⟩ [n *out], differentiable in y."""
     product: Tensor = torch.func.grad(lambda a: (gradient(f, a) * u).sum())(y)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from natgrad.accelerate.devices import can_read
+from natgrad.accelerate.devices import can_read, outside_inference_mode
 from natgrad.errors import IncompatibleError
 from natgrad.families.base import Family, diagonal_root, over_terms, shared_normals
 from natgrad.families.categorical import Categorical, Mask, Masked
@@ -469,6 +469,7 @@ class HessianLoss(OutputMetric):
         total = _sum_of(self.loss)
         return self if total is None else replace(self, loss=total, summed=True)
 
+    @outside_inference_mode()
     @torch.no_grad()  # also where the loss has parameters
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Curvature:
         if isinstance(target, Curvature):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.devices import is_asynchronous, outside_inference_mode
 from natgrad.errors import BatchStatisticsError
 from natgrad.log import OnceLogger
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
@@ -86,6 +86,7 @@ def rows(
     return _rows_on_tape(tape, names, s, limit).to(s.dtype)
 
 
+@outside_inference_mode()
 def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs [n *out] of every example alone, and R [k n p]."""
     params = {name: model.params[name].detach() for name in names}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import outside_inference_mode
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.geometry import Covector, Vector, check_tangent, unflatten
 from natgrad.model import Inputs, Model
@@ -28,6 +29,7 @@ def christoffel(pb: Pullback, v: Vector) -> Covector:
     return christoffel_at(pb.batch, pb.metric, v)
 
 
+@outside_inference_mode()
 def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
     """``christoffel`` without a pullback: a sampled metric draws no numbers."""
     model, x = batch.model, batch.x

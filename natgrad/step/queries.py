@@ -10,7 +10,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.devices import full_precision, get_rng_state
+from natgrad.accelerate.devices import full_precision, get_rng_state, outside_inference_mode
 from natgrad.errors import BatchStatisticsError, DomainError, IncompatibleError
 from natgrad.geometry import Covector, Vector
 from natgrad.isolation import same_draws
@@ -150,6 +150,7 @@ def _spread(x: Inputs, m: int, n: int) -> Inputs:
     return map_tensors(x, lambda t: t.index_select(0, torch.arange(m, device=t.device) * p % n))
 
 
+@outside_inference_mode()
 def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor, list[Tensor]]:
     """The outputs, and J v of every vector: in forward mode, or by two backward passes for a model that has none."""
     params = {name: p.detach() for name, p in model.params.items()}
