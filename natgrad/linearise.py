@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from natgrad.accelerate.devices import autocasts, in_transform
+from natgrad.accelerate.devices import autocasts, in_transform, refuse_inference_mode
 from natgrad.errors import IncompatibleError
 from natgrad.model import Inputs, Model
 
@@ -181,6 +181,7 @@ def linearise(model: Model, x: Inputs) -> Linearisation:
         with linear_convolutions():
             y = model(leaves, x)
         if not y.requires_grad:
+            refuse_inference_mode("the Jacobian of the model")
             raise ValueError("the outputs do not depend on any trainable parameter")
         u = torch.zeros_like(y, requires_grad=True)
         pulled = torch.autograd.grad(y, list(leaves.values()), u, create_graph=True, allow_unused=True)

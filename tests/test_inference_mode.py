@@ -107,3 +107,13 @@ def test_the_exact_products_of_a_step_rule() -> None:
     with torch.inference_mode():
         found = opt.tracker.batch_queries.curvature([v], 1.0)
     torch.testing.assert_close(found.clone(), (4 * 0.7**2 * 9 * x.square().mean()).reshape(1, 1))
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker(), ng.Implicit()], ids=repr)
+def test_what_needs_the_graph_of_a_pass_is_refused(structure: ng.structures.Structure) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), normal(5, 3)
+    with (
+        torch.inference_mode(),
+        pytest.raises(ng.errors.IncompatibleError, match="the graph of a forward pass"),
+    ):
+        structure.estimate(ng.pullback(model, x, ng.Euclidean())).dense()

@@ -51,6 +51,15 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def refuse_inference_mode(what: str) -> None:
+    """Raise in ``torch.inference_mode()``, where a forward pass makes no graph that ``what`` could read."""
+    if torch.is_inference_mode_enabled():
+        raise IncompatibleError(
+            f"{what} needs the graph of a forward pass, and torch.inference_mode() makes none: leave it, or put "
+            "torch.no_grad() in its place"
+        )
+
+
 def in_shape_inference() -> bool:
     """Whether the pass that begins is run for the shapes of its outputs, by a ``FakeTensorMode`` or a pipeline stage.
 

@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from natgrad.accelerate import fused
 from natgrad.accelerate.bases import Factorisation, followed_all
-from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.devices import is_asynchronous, refuse_inference_mode
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import (
     SymFactor,
@@ -208,6 +208,7 @@ class Layered(Structure):
 
         ``like``: the operator that the estimate will be averaged with.
         """
+        refuse_inference_mode(type(self).__name__)
         if like is None:  # else there is one of this size already
             self.admit(pullback)
         pullback = self._arranged(pullback)
