@@ -56,6 +56,7 @@ class Fits:
     nfev: Tensor  # how often fun was called until the fit has stopped
     njev: Tensor
     any_settled: bool = field(default=False, kw_only=True)
+    any_limited: bool = field(default=False, kw_only=True)
     any_stopped: bool = field(default=False, kw_only=True)
 
     @staticmethod
@@ -82,7 +83,7 @@ class Fits:
     def of(self, rows: Tensor) -> Fits:
         """Some of the fits."""
         tensors: dict[str, Any] = {name: t[rows] for name, t in vars(self).items() if isinstance(t, Tensor)}
-        return Fits(**tensors, any_settled=self.any_settled)
+        return Fits(**tensors, any_settled=self.any_settled, any_limited=self.any_limited)
 
     def put(self, rows: Tensor, others: Fits) -> None:
         """Write these fits into those rows."""

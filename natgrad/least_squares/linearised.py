@@ -19,6 +19,8 @@ _NEWTON = 1  # steps for λ
 _NOISE = 4  # in units of the machine epsilon: what a cost may be off by
 
 Limited: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # p, ‖p‖, λ, and what the cost falls by in the model
+Spectrum: TypeAlias = tuple[Tensor, Tensor, Tensor]  # s², s∘Uᵀz and Vᵀ of R = U diag(s) Vᵀ
+Step: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor]  # the same; without λ where all are 0
 
 
 @final
@@ -36,6 +38,7 @@ class Linearised:
     rounding: Tensor  # what the cost may change by rounding
     problem: TriangularLeastSquares
     free: Tensor | None  # the unknowns that are not at a bound that the gradient pushes against [b n]
+    decomposed: Spectrum | None  # of R, where a pivot is rounding or unknowns are at bounds
 
     @staticmethod
     def at(f: Tensor, J: Tensor, fits: Fits, rules: Rules) -> Linearised:
@@ -57,14 +60,14 @@ class Linearised:
         sizes = size, unit, length, _NOISE * eps * length * (length + terms)
         if regular:
             step, tangent = problem.undamped(), torch.linalg.vector_norm(problem.z, dim=-1)
-            return Linearised(D, step, torch.linalg.vector_norm(step, dim=-1), tangent, *sizes, problem, None)
+            return Linearised(D, step, torch.linalg.vector_norm(step, dim=-1), tangent, *sizes, problem, None, None)
         if rules.lower is not None and rules.upper is not None:
             g = (problem.R.mT @ problem.z.unsqueeze(-1)).squeeze(-1)
             free = ~(((x <= rules.lower) & (g > 0)) | ((x >= rules.upper) & (g < 0)))
             problem = TriangularLeastSquares(problem.R * free.unsqueeze(-2), problem.z)
-        step, inside = _pseudo_inverse(problem)
+        step, inside, spectrum = _pseudo_inverse(problem)
         norm, tangent = torch.linalg.vector_norm(step, dim=-1), torch.linalg.vector_norm(inside, dim=-1)
-        return Linearised(D, step, norm, tangent, *sizes, problem, free)
+        return Linearised(D, step, norm, tangent, *sizes, problem, free, spectrum)
 
     @cached_property
     def promise(self) -> Tensor:
@@ -74,25 +77,32 @@ class Linearised:
     def of(self, rows: Tensor) -> Linearised:
         """Those of some of the fits."""
         problem = TriangularLeastSquares(self.problem.R[rows], self.problem.z[rows])
-        rest = {e.name: getattr(self, e.name) for e in fields(self) if e.name != "problem"}
+        spectrum = None if self.decomposed is None else tuple(t[rows] for t in self.decomposed)
+        rest = {e.name: getattr(self, e.name) for e in fields(self) if e.name not in ("problem", "decomposed")}
         tensors: dict[str, Any] = {name: None if t is None else t[rows] for name, t in rest.items()}
-        return Linearised(problem=problem, **tensors)
-
-    def within(self, radius: Tensor) -> Limited:
-        """p = −(RᵀR + λ)⁻¹Rᵀz with ‖p‖ ≤ radius."""
-        inside = self.gauss_newton, self.norm, torch.zeros_like(radius), self.promise
-        outside = ~(self.norm <= (1 + _CLOSE) * radius)
-        if not bool(outside.any()):
-            return inside
-        if len(outside) == 1:
-            return self._on_sphere(radius)
-        rows = outside.nonzero().squeeze(-1)
-        limited = self.of(rows)._on_sphere(radius[rows])
-        return tuple(a.index_copy(0, rows, b) for a, b in zip(inside, limited, strict=True))  # type: ignore[return-value]
+        return Linearised(problem=problem, decomposed=spectrum, **tensors)  # type: ignore[arg-type]
 
     @cached_property
-    def _spectrum(self) -> tuple[Tensor, Tensor, Tensor]:
-        """s², s∘Uᵀz and Vᵀ of R = U diag(s) Vᵀ."""
+    def offset(self) -> Tensor:
+        """‖QQᵀf‖/‖f‖."""
+        return self.tangent / self.length.clamp(min=torch.finfo(self.length.dtype).tiny)
+
+    def within(self, radius: Tensor) -> Step:
+        """p = −(RᵀR + λ)⁻¹Rᵀz with ‖p‖ ≤ radius."""
+        inside = self.norm <= (1 + _CLOSE) * radius
+        if bool(inside.all()):
+            return self.gauss_newton, self.norm, None, self.promise
+        rows = (~inside).nonzero().squeeze(-1)
+        if len(rows) == len(radius):
+            return self._on_sphere(radius)
+        limited = self.of(rows)._on_sphere(radius[rows])
+        every = self.gauss_newton, self.norm, torch.zeros_like(radius), self.promise
+        return tuple(a.index_copy(0, rows, b) for a, b in zip(every, limited, strict=True))  # type: ignore[return-value]
+
+    @cached_property
+    def _spectrum(self) -> Spectrum:
+        if self.decomposed is not None:
+            return self.decomposed
         U, s, Vt = _singular(self.problem.R)
         return s * s, s * (self.problem.z.unsqueeze(-2) @ U).squeeze(-2), Vt
 
@@ -113,8 +123,9 @@ class Linearised:
         residuals along the step.
         """
         pulled = (second.unsqueeze(-2) @ fits.J).squeeze(-2) / self.D
-        T = self.problem.damped(fits.λ.sqrt().unsqueeze(-1).expand_as(pulled)).triangle
-        return -torch.cholesky_solve(pulled.unsqueeze(-1), T, upper=True).squeeze(-1)
+        squares, _, Vt = self._spectrum
+        damped = (squares + fits.λ.unsqueeze(-1)).clamp(min=torch.finfo(squares.dtype).tiny)
+        return -(((pulled.unsqueeze(-2) @ Vt.mT) / damped.unsqueeze(-2)) @ Vt).squeeze(-2)
 
     def in_box(self, p: Tensor, x: Tensor, λ: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
         """The step in the box, and where it leads."""
@@ -150,13 +161,14 @@ def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return U, s * (s > R.shape[-1] * torch.finfo(R.dtype).eps * s[..., :1]), Vt
 
 
-def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor]:
-    """The shortest p that minimises ‖Rp + z‖ [b n], and the part Uᵀz of z [b k] that it reaches."""
+def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor, Spectrum]:
+    """The shortest p that minimises ‖Rp + z‖ [b n], the part Uᵀz of z [b k] that it reaches, and their source."""
     finite = problem.R.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     U, s, Vt = _singular(torch.where(finite, problem.R, 0.0))
     inside = torch.where(s > 0, (problem.z.unsqueeze(-2) @ U).squeeze(-2), 0.0)
     inside = torch.where(finite.squeeze(-1), inside, torch.nan)
-    return -((inside / torch.where(s > 0, s, 1.0)).unsqueeze(-2) @ Vt).squeeze(-2), inside
+    step = -((inside / torch.where(s > 0, s, 1.0)).unsqueeze(-2) @ Vt).squeeze(-2)
+    return step, inside, (s * s, s * inside, Vt)
 
 
 def _secular(squares: Tensor, loads: Tensor, radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -60,16 +60,16 @@ def minimise(
     fits = whole = Fits.start(residuals, x, loss, rules)
     rows = torch.arange(len(x), device=x.device)
     fits.stop(~(fits.cost < torch.inf), NOT_FINITE)
-    trial, taken = fits.x, torch.ones_like(rows, dtype=torch.bool)
+    trial, taken = fits.x, None
     for step in count():
-        if step == 0 or bool(taken.any()):
+        if taken is None or bool(taken.any()):
             J = residuals.jacobian(trial)
-            fits.J = J if trial is fits.x else torch.where(taken.view(-1, 1, 1), J, fits.J)
+            fits.J = J if taken is None else torch.where(taken.view(-1, 1, 1), J, fits.J)
             fits.njev = fits.njev + 1
             model = Linearised.at(*loss.weighted(fits.f, fits.J), fits, rules)
             fits.D = model.D
             if step and watch is not None and watch(fits):
-                fits.stop(taken, STOPPED)
+                fits.stop(fits.status == RUNNING, STOPPED)
             _judge(fits, model, rules)
         if residuals.left <= 0:
             fits.stop(fits.status == RUNNING, EVALUATIONS)
@@ -92,29 +92,29 @@ def minimise(
 
 def _judge(fits: Fits, model: Linearised, rules: Rules) -> None:
     """Stop the fits that a rule stops where they are."""
-    offset = model.tangent / model.length.clamp(min=torch.finfo(model.length.dtype).tiny)
-    if bool((~(offset > rules.gtol)).any()):
-        fits.stop(offset <= rules.gtol, GTOL)
-        fits.stop(offset.isnan(), NOT_FINITE)
+    if not bool((model.tangent > rules.gtol * model.length).all()):
+        fits.stop(model.tangent <= rules.gtol * model.length, GTOL)
+        fits.stop(model.tangent.isnan(), NOT_FINITE)
     if fits.any_settled:
+        offset = model.offset
         falls, settled = offset <= _FALLS * fits.offset, fits.settled > 0
         # A step that the region has limited says little about the end of a valley
         lost = torch.where(fits.λ > 0, 1, torch.where(model.promise <= model.rounding, _PATIENCE, _WHOLE))
         fits.stalled = torch.where(falls, 0, fits.stalled + settled * lost)
         fits.stop(fits.stalled >= _PATIENCE, fits.settled)
-        offset = torch.where(falls | ~settled, offset, fits.offset)
-    fits.offset = offset
+        fits.offset = torch.where(falls | ~settled, offset, fits.offset)
 
 
 def _step(
     residuals: ResidualFunction, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, step: int
-) -> tuple[Tensor, Tensor]:
-    """Try one step of every fit: where it leads, and which fits take it."""
+) -> tuple[Tensor, Tensor | None]:
+    """Try one step of every fit: where it leads, and which fits take it; None: all do."""
     eps, tiny = torch.finfo(fits.f.dtype).eps, torch.finfo(fits.f.dtype).tiny
-    p, norm, fits.λ, predicted = model.within(fits.radius)
-    limited = fits.λ > 0
-    plain = ~limited
-    if fits.any_settled:
+    p, norm, λ, predicted = model.within(fits.radius)
+    limited = None if λ is None else λ > 0
+    fits.λ = torch.zeros_like(norm) if λ is None else λ
+    plain = fits.λ == 0 if fits.any_settled else None
+    if plain is not None:
         stretch = _stretch(p, fits)
         p, norm, predicted = stretch.unsqueeze(-1) * p, stretch * norm, stretch * (2 - stretch) * predicted
         plain = plain & (stretch == 1)
@@ -127,34 +127,45 @@ def _step(
         δ = p / fits.D
     f = residuals(trial)
     actual = loss.decrease(fits.f, f).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
-    fits.limited = (fits.limited + 1) * limited
-    if step + 1 >= _CRAWLS and rules.lower is None and loss.rho is None and residuals.left > 0:
-        crawls = (fits.limited >= _CRAWLS) & (actual > -torch.inf)
-        if bool(crawls.any()):
-            f, trial, actual = _bend(residuals, fits, model, trial, f, actual, _BENT * norm, crawls)
-    fits.shortened = fits.shortened + (actual == -torch.inf)
+    small = (rules.ftol * fits.cost).maximum(model.rounding)
+    if limited is not None:
+        fits.limited = (fits.limited + 1) * limited
+        if step + 1 >= _CRAWLS and rules.lower is None and loss.rho is None and residuals.left > 0:
+            crawls = (fits.limited >= _CRAWLS) & (actual > -torch.inf)
+            if bool(crawls.any()):
+                f, trial, actual = _bend(residuals, fits, model, trial, f, actual, _BENT * norm, crawls)
+        fits.still = (fits.still + 1) * ((predicted.maximum(actual.abs()) <= small) & limited)
+        if rules.ftol > 0 and step >= _STILL:
+            fits.stop(fits.still >= _STILL, FTOL)
+    elif fits.any_limited:
+        fits.limited, fits.still = torch.zeros_like(fits.limited), torch.zeros_like(fits.still)
+    fits.any_limited = limited is not None
 
     ratio = actual / predicted.clamp(min=tiny)
-    taken, poor, good = ratio > _LEAST_RATIO, ratio <= 0.25, ratio >= 0.75
-    small = (rules.ftol * fits.cost).maximum(model.rounding)
-    gains_little = predicted.maximum(actual.abs()) <= small
-    fits.still = (fits.still + 1) * (gains_little & limited)
-    # Without damping too: with enough of it any step gains little
-    by_f = gains_little & (model.promise <= small)
-    by_x = norm <= rules.xtol * (model.size + rules.xtol * model.unit)
-    if rules.ftol > 0 and step >= _STILL:
-        fits.stop(fits.still >= _STILL, FTOL)
-    if fits.any_settled or bool((by_f | by_x).any()):
+    # What the cost falls by without damping: with enough of it any step gains little
+    by_f = model.promise.maximum(actual.abs()) <= small
+    by_x = norm <= rules.xtol * model.size.add(model.unit, alpha=rules.xtol)
+    met = by_f | by_x
+    radius = torch.where((ratio - 1).abs() <= 0.1, 10 * norm, 2 * norm)
+    if limited is not None:
+        radius = torch.where((ratio >= 0.75) | ~limited, radius, fits.radius)
+    if not fits.any_settled and bool(((ratio > 0.25) & ~met).all()):  # as most steps are
+        fits.x, fits.f, fits.cost, fits.radius = trial, f, loss.cost(f), radius
+        return trial, None
+    taken, poor = ratio > _LEAST_RATIO, ratio <= 0.25
+    fits.shortened = fits.shortened + (actual == -torch.inf)
+    if plain is not None or bool(met.any()):
+        if plain is None:
+            fits.any_settled, fits.offset, plain = True, model.offset, fits.λ == 0
         both = FTOL_XTOL if rules.ftol > 0 else XTOL  # without ftol, by_f is rounding
         settled, rule = fits.settled > 0, torch.where(by_f, torch.where(by_x, both, FTOL), XTOL * by_x)
         fits.settled = torch.where(settled, fits.settled, rule)
-        settled, fits.any_settled = fits.settled > 0, True
+        settled = fits.settled > 0
         taken = taken | (settled & (actual >= -model.rounding))
         poor = poor & ~(taken & (predicted <= model.rounding))  # rounding errors are no reason for a smaller region
         fits.stalled = fits.stalled + _REFUSED * (settled & ~taken)
         fits.stop(fits.stalled >= _PATIENCE, fits.settled)
         fits.last = torch.where((taken & plain).unsqueeze(-1), δ, 0.0)
-    radius = torch.where(good | ~limited, torch.where((ratio - 1).abs() <= 0.1, 10.0, 2.0) * norm, fits.radius)
     if bool(poor.any()):
         # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
         least = eps**2 * (model.size + eps * model.unit)
@@ -163,10 +174,10 @@ def _step(
         radius = torch.where(poor, (torch.where(actual < 0, 0.25, 0.5) * reach).maximum(least), radius)
     fits.radius = radius
     if bool(taken.all()):
-        fits.x, fits.f = trial, f
-    else:
-        rows = taken.unsqueeze(-1)
-        fits.x, fits.f = torch.where(rows, trial, fits.x), torch.where(rows, f, fits.f)
+        fits.x, fits.f, fits.cost = trial, f, loss.cost(f)
+        return trial, None
+    rows = taken.unsqueeze(-1)
+    fits.x, fits.f = torch.where(rows, trial, fits.x), torch.where(rows, f, fits.f)
     fits.cost = loss.cost(fits.f)
     return trial, taken
 
