@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from natgrad.geometry import Covector, Vector, differential
 from natgrad.linalg import Damping, check_finite
 from natgrad.model import Inputs, Model, batches_of, check_slots, count_examples
-from natgrad.output.losses import Criterion, is_sum, metric_of
+from natgrad.output.losses import Criterion, as_quotient, is_sum, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
 from natgrad.solve.solvers import Cholesky, Solver
@@ -92,8 +92,9 @@ def hessian(
     """H = ∇²L of a loss at a batch x, as products (Pearlmutter 1994); ``loss`` is a function of the outputs y.
 
     Of a ``DataLoader`` of pairs (x, target) it is a function of y and the target, as ``nn.CrossEntropyLoss()`` is, and
-    of a loader of x one of y. Every product then reads the loader, in the memory of one batch. The loss of a batch is
-    taken for the mean over its examples, and L is that over all examples; with ``reduction="sum"`` both are sums. A
+    of a loader of x one of y. Every product then reads the loader, in the memory of one batch. L is the mean over all
+    that a loss of torch counts (labels that are not ignored, by their class weights); any other loss of a batch is
+    taken for the mean over its examples, and L is that over all examples. With ``reduction="sum"`` both are sums. A
     loader that shuffles is welcome, and one that changes its examples (random crops) has no Hessian.
 
     H = JᵀMJ + Σ_d (∂L/∂y_d) ∇²y_d with M = ∇²L at the outputs (Johnson 2017, (40)). The first term is a metric, the
@@ -112,16 +113,28 @@ def hessian(
         _check_of_outputs(loss)
         return HessianOperator.at(lambda θ: loss(wrapped(θ, x)), wrapped.params)
     loader, summed = x, is_sum(loss)
-    total = sum(count_examples(each) for each, _ in batches_of(wrapped, loader))
+    quotient = None if summed else as_quotient(loss)
+    total, divisor = 0, 0.0
+    for each, target in batches_of(wrapped, loader):
+        total += count_examples(each)
+        quotient = None if target is None else quotient  # a loss of outputs alone
+        if quotient is not None:
+            with torch.no_grad():
+                divisor += float(quotient[1](wrapped(wrapped.params, each), target))
     if not total:
         raise ValueError("the loader has no batch: there is no loss to differentiate")
+    if quotient is not None and not divisor > 0:
+        raise ValueError(f"no target of the loader counts in {loss!r}: all are ignored, or their class weights are 0")
 
     def objectives() -> Iterator[tuple[float, Callable[[Mapping[str, Tensor]], Tensor]]]:
         count = 0
         for each, target in batches_of(wrapped, loader):
             n, given = count_examples(each), () if target is None else (target,)
             count += n
-            yield 1.0 if summed else n / total, partial(_loss_at, wrapped, each, loss, given)
+            if quotient is not None:
+                yield 1 / divisor, partial(_loss_at, wrapped, each, quotient[0], given)
+            else:
+                yield 1.0 if summed else n / total, partial(_loss_at, wrapped, each, loss, given)
         if count != total:
             raise ValueError(
                 f"the loader gave {total} examples at first, and {count} now: a product with the Hessian needs all of "

@@ -117,6 +117,84 @@ def test_the_hessian_of_a_loader_is_that_of_the_joint_batch(name: str) -> None:
     close(of_x.product(v), ng.hessian(model, x, lambda y: y.square().sum(1).mean()).product(v), 1e-10)
 
 
+CLASS_WEIGHTS = torch.tensor([0.1, 3.0, 0.7, 5.0], dtype=torch.float64)
+COUNTING: dict[str, Callable[..., Tensor]] = {
+    "class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    "ignored": nn.CrossEntropyLoss(ignore_index=2),
+    "both": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=2, label_smoothing=0.1),
+    "partial": partial(F.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=2),
+}
+
+
+def uneven() -> tuple[Tensor, Tensor]:
+    """Sorted labels: the batches have other classes, one of them nothing but ignored labels (2)."""
+    return data()[0], torch.tensor([0] * 5 + [1, 3, 2, 1, 0, 3, 3] + [2] * 6 + [0, 2, 1, 3, 3])
+
+
+@pytest.mark.parametrize("structure", [*EXACT, ng.EigenKronecker()], ids=repr)
+@pytest.mark.parametrize("name", COUNTING)
+def test_batches_weigh_what_their_loss_divides_by(name: str, structure: Structure) -> None:
+    (x, t), loss = uneven(), COUNTING[name]
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4)).double())
+    whole = structure.estimate(ng.pullback(model, x, loss, t)).dense()
+    close(structure.estimate(ng.pullback(model, loader(x, t), loss)).dense(), whole, 1e-10)
+
+
+def test_tokens_weigh_what_their_loss_divides_by() -> None:
+    """Of sequences, A is the mean over the tokens that count, and G is that of the joint batch by the oracle."""
+    x, loss = normal(7, 3, 2, seed=3), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=2)
+    t = torch.tensor([[0, 1, 2], [2, 2, 2], [3, 3, 0], [1, 2, 2], [0, 0, 0], [2, 2, 3], [1, 3, 3]])
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x).movedim(-1, 1)
+
+    model = seeded(lambda: Tokens().double())
+    H = ng.hessian(model, x, lambda y: loss(y, t)).dense()  # that of a linear model is its metric
+    batches = loader(x, t, batch=2)
+    close(ng.Dense().estimate(ng.pullback(model, batches, loss)).dense(), H, 1e-10)
+    close(ng.hessian(model, batches, loss).dense(), H, 1e-10)
+    for memory in (2**32, 2**12):  # also where a batch is processed in parts
+        whole = ng.Kronecker().estimate(ng.pullback(model, x, loss, t)).dense()
+        close(ng.Kronecker().estimate(ng.pullback(model, batches, loss, memory=memory)).dense(), whole, 1e-10)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_the_hessian_of_a_loader_has_the_mean_of_its_loss(name: str) -> None:
+    (x, t), model, loss = uneven(), gated(), COUNTING[name]
+    whole = ng.hessian(model, x, lambda y: loss(y, t))
+    H = ng.hessian(model, loader(x, t), loss)
+    close(H.dense(), whole.dense(), 1e-10)
+    close(H.differential.flatten(), whole.differential.flatten(), 1e-10)
+    with pytest.raises(ValueError, match="no target of the loader counts in"):
+        ng.hessian(model, loader(x, torch.full_like(t, 2)), nn.CrossEntropyLoss(ignore_index=2))
+
+
+def test_heads_of_a_loader_count_alike_or_are_refused() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(5, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y: Tensor = self.body(x)
+            return y[:, :4], y[:, 4:]
+
+    (x, t), model = uneven(), seeded(lambda: Two().double())
+    targets = [(t[i], torch.zeros(2, dtype=torch.float64)) for i in range(N)]
+    pairs: Any = DataLoader([(x[i], targets[i]) for i in range(N)], batch_size=6)  # type: ignore[arg-type]
+    metric = ng.metric_of((nn.CrossEntropyLoss(), nn.MSELoss()))
+    whole = ng.Dense().estimate(ng.pullback(model, x, metric, (t, torch.zeros(N, 2, dtype=torch.float64)))).dense()
+    close(ng.Dense().estimate(ng.pullback(model, pairs, metric)).dense(), whole, 1e-10)
+    metric = ng.metric_of((nn.CrossEntropyLoss(ignore_index=2), nn.MSELoss()))
+    with pytest.raises(IncompatibleError, match="the mean of every head is over the labels that it has"):
+        ng.Dense().estimate(ng.pullback(model, pairs, metric))
+
+
 def test_the_hessian_of_a_loader_stays_where_the_parameters_were() -> None:
     (x, t), model = data(), gated()
     H = ng.hessian(model, loader(x, t), nn.CrossEntropyLoss())

@@ -66,6 +66,11 @@ class Heads(OutputMetric):
     def exact(self) -> bool:
         return all(metric.exact for metric in self.metrics.values())
 
+    def denominator(self, y: Tensor, target: Any = None) -> Tensor:
+        """That of every head."""
+        heads = self._by_head(y, target)
+        return torch.stack([torch.as_tensor(m.denominator(head, t), device=y.device) for m, _, head, t in heads])
+
     @property
     def grows(self) -> bool:
         return any(metric.grows for metric in self.metrics.values())

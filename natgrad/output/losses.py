@@ -115,6 +115,14 @@ class Terms(NamedTuple):
     axis: int | None = None
 
 
+class CountedTerms(NamedTuple):
+    """The weights w [n *terms] of the terms of a batch in the sum, what a mean divides it by, and the axis."""
+
+    weights: Tensor
+    total: Tensor | int
+    axis: int | None = None
+
+
 class TermLoss(OutputMetric):
     """h_n = ⊕_τ w_nτ F(y_nτ): the metric of a loss L = (1/N) Σ_nτ w_nτ ℓ(y_nτ, t_nτ), F the Hessian of ℓ.
 
@@ -133,8 +141,8 @@ class TermLoss(OutputMetric):
         """The distribution of the targets whose −log p has the Hessian of the loss, a term."""
 
     @abstractmethod
-    def weigh(self, y: Tensor, target: Any, cotangent: Tensor | None) -> Terms:
-        """The weights of the terms, from the targets, or from the cotangent that the user's loss sends into y."""
+    def counted(self, y: Tensor, target: Any, cotangent: Tensor | None) -> CountedTerms:
+        """The terms, from the targets, or from the cotangent that the user's loss sends into y."""
 
     @property
     def reduction(self) -> str:
@@ -157,7 +165,12 @@ class TermLoss(OutputMetric):
         if isinstance(target, Terms):
             return target
         self.check_target(target)
-        return self.weigh(y, target, cotangent)
+        w, total, axis = self.counted(y, target, cotangent)
+        return Terms(self._reduced(w, total), axis)
+
+    def denominator(self, y: Tensor, target: Any = None) -> Tensor | int:
+        mean = self.reduction == "mean" and not self.summed
+        return self.counted(y, target, None).total if mean else y.shape[0]
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         return self._fisher(y, target).unsampled().flat(y, u)
@@ -238,33 +251,37 @@ class ClassLoss(TermLoss):
     def unflattened(self) -> ClassLoss:
         return replace(self, axis=-1 if self.axis is None or self.axis < 0 else self.axis + 1)
 
-    def weigh(self, y: Tensor, target: Any, cotangent: Tensor | None) -> Terms:
+    def counted(self, y: Tensor, target: Any, cotangent: Tensor | None) -> CountedTerms:
         axis = self._axis_of(y, target, cotangent)
         last = y.movedim(axis, -1)
         self._check_normalised(last)
         terms, loss = last.shape[:-1], self.loss
         if target is None:
             w = y.new_ones(terms) if cotangent is None else (cotangent != 0).any(axis).to(y.dtype)
-            return Terms(self._reduced(w, self._mean_of_elements(y) or w.sum()), axis)
+            return CountedTerms(w, self._mean_of_elements(y) or w.sum(), axis)
         weight = getattr(loss, "weight", None)
         ε = float(getattr(loss, "label_smoothing", 0.0))
         if target.is_floating_point():  # probabilities: ignore_index plays no part, and a mean is over all terms
             q = (target.reshape(last.shape) if target.shape != y.shape else target.movedim(axis, -1)).to(y.dtype)
             q = (q.exp() if getattr(loss, "log_target", False) else q) * (1 - ε) + ε / last.shape[-1]
             w = q.sum(-1) if weight is None else q @ weight.to(y)
-            return Terms(self._reduced(w, self._mean_of_elements(y) or terms.numel()), axis)
+            return CountedTerms(w, self._mean_of_elements(y) or terms.numel(), axis)
         t = target.reshape(terms)
         valid = t != loss.ignore_index
         if weight is None:
             w = valid.to(y.dtype)
-            return Terms(self._reduced(w, w.sum()), axis)
+            return CountedTerms(w, w.sum(), axis)
         if can_read(t) and bool((valid & ((t < 0) | (t >= len(weight)))).any()):
             raise ValueError(
                 f"targets from {int(t.min())} to {int(t.max())} for {len(weight)} classes: they are 0 to "
                 f"{len(weight) - 1}, or ignore_index = {loss.ignore_index}"
             )
         of_class = weight.to(y)[t.where(valid, 0)] * valid
-        return Terms(self._reduced((1 - ε) * of_class + ε * weight.to(y).mean() * valid, of_class.sum()), axis)
+        return CountedTerms((1 - ε) * of_class + ε * weight.to(y).mean() * valid, of_class.sum(), axis)
+
+    def denominator(self, y: Tensor, target: Any = None) -> Tensor | int:
+        elements = self.reduction == "mean" and not self.summed and self._mean_of_elements(y)
+        return elements or super().denominator(y, target)
 
     def value(self, y: Tensor, target: Any) -> Tensor:
         if _is(self.loss, nn.KLDivLoss):
@@ -366,7 +383,7 @@ class ElementLoss(TermLoss):
     def leaves_out(self) -> bool:
         return self.needs_target or getattr(self.loss, "weight", None) is not None
 
-    def weigh(self, y: Tensor, target: Any, cotangent: Tensor | None) -> Terms:
+    def counted(self, y: Tensor, target: Any, cotangent: Tensor | None) -> CountedTerms:
         shape = y.shape[:-1] if _is(self.loss, nn.GaussianNLLLoss) else y.shape
         self.family.check(y)
         w = y.new_full((), self.factor).expand(shape)
@@ -375,7 +392,7 @@ class ElementLoss(TermLoss):
             w = w * weight.to(y)
         if of_ones is not None:
             w = w * (1 + (of_ones.to(y) - 1) * target.reshape(shape).to(y.dtype))
-        return Terms(self._reduced(w, shape.numel()))
+        return CountedTerms(w, shape.numel())
 
     def value(self, y: Tensor, target: Any) -> Tensor:
         if not _is(self.loss, nn.GaussianNLLLoss):
@@ -678,6 +695,16 @@ def _module_of(loss: OneLoss) -> nn.Module | None:
 def _is(module: Any, kind: type[nn.Module]) -> bool:
     """Whether it is a loss of torch. A subclass with a ``forward`` of its own (a focal loss) is another loss."""
     return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def as_quotient(loss: OneLoss) -> tuple[OneLoss, Callable[[Tensor, Any], Tensor | int]] | None:
+    """A mean as the sum over its terms and what that is divided by; None for a loss that is none of torch's."""
+    module = _module_of(loss)
+    if module is None or not any(_is(module, kind) for kind in _KINDS if kind is not nn.CTCLoss):
+        return None
+    total: Any = copy.copy(module)  # that of the user stays as it is
+    total.reduction = "sum"
+    return total.forward, metric_of(loss).denominator
 
 
 def is_sum(loss: OneLoss) -> bool:

@@ -74,6 +74,14 @@ class OutputMetric(ABC):
         """For a metric of a loss with a reduction: the metric of the sum −Σ log p over all terms, without it."""
         return self
 
+    def denominator(self, y: Tensor, target: Any = None) -> Tensor | int:
+        """What the mean over a batch is divided by: its N examples, or what a loss has in their place.
+
+        That is the number of terms that count, or the sum of their class weights; of several heads one for each. The
+        batches of a loader are weighed by it.
+        """
+        return y.shape[0]
+
     @property
     def grows(self) -> bool:
         """Whether G is N times as large for N times the examples, as that of a loss with ``reduction="sum"``."""
@@ -232,6 +240,9 @@ class DerivedMetric(OutputMetric):
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
+
+    def denominator(self, y: Tensor, target: Any = None) -> Tensor | int:
+        return self.base.denominator(y, target)
 
     def check_everywhere(self, what: str) -> None:
         self.base.check_everywhere(what)

@@ -60,13 +60,16 @@ class FactorSink(ABC):
 
 @final
 class FactorList(FactorSink):
-    """Keeps S and A of every layer."""
+    """Keeps S and A of every layer, and the numbers of positions that A is the mean of."""
 
     def __init__(self) -> None:
         self.factors: dict[tuple[int, Side], Tensor] = {}
+        self.positions: dict[int, int | Tensor] = {}
 
     def put(self, b: int, side: Side, moment: Moment) -> None:
         self.factors[b, side] = moment.mean()
+        if side == "A":
+            self.positions[b] = moment.count
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """S and A of every layer."""

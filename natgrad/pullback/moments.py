@@ -37,6 +37,8 @@ from natgrad.rules.features import Moment
 # All layers at once, chunk by chunk over examples and roots.
 
 
+Pairs: TypeAlias = list[tuple[Tensor, Tensor]]  # S and A
+Positions: TypeAlias = list[int | Tensor]  # the numbers of positions that A is the mean of
 Watch: TypeAlias = Callable[[Tape, Cotangents], None]  # sees the cotangents of every chunk of examples and roots
 
 
@@ -52,7 +54,7 @@ def second_moments(
     layers: Sequence[Block],
     sharing: Sharing,
     watch: Watch | None = None,
-) -> list[tuple[Tensor, Tensor]]:
+) -> tuple[Pairs, Positions]:
     """S and A of every layer in ``layers``, which have rules, summed over the parts of the batch that fit into memory.
 
     ``watch`` is called with the cotangents too.
@@ -85,8 +87,10 @@ def second_moments(
         for b, kind in enumerate(kinds):
             add(right, b, sharing.counted_moment(tape.inputs(kind), kind, any_of(shared[b]), weights))
     dtype = pb.y.dtype
-    pairs = iter([(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(kinds))])
-    return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
+    each = iter([((left[b].total.to(dtype), right[b].mean().to(dtype)), right[b].count) for b in range(len(kinds))])
+    rows = [[next(each) for _ in block.kinds] for block in layers]
+    pairs = [joined(block, [pair for pair, _ in row]) for block, row in zip(layers, rows, strict=True)]
+    return pairs, [row[0][1] for row in rows]
 
 
 def counted_examples(pb: Pullback, s: Tensor) -> Tensor | None:
@@ -135,11 +139,11 @@ def factors_of(
     sharing: Sharing,
     *,
     inputs_only: bool = False,
-) -> list[tuple[Tensor, Tensor]]:
-    """S and A of every layer in ``blocks``, which have rules."""
+) -> tuple[Pairs, Positions]:
+    """S and A of every layer in ``blocks``, which have rules, and the numbers of positions that A is the mean of."""
     sink = FactorList()
     stream(pb, blocks, sharing, sink, inputs_only=inputs_only)
-    return sink.pairs()
+    return sink.pairs(), [sink.positions[b] for b in range(len(blocks))]
 
 
 def stream(
@@ -160,8 +164,9 @@ def stream(
     if not blocks or inputs_only:
         return
     if pb.coupling is None and not whole(pb):
-        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
-            sink.put(b, "A", Moment(a, 1))
+        for b, ((s, a), count) in enumerate(zip(*second_moments(pb, blocks, sharing), strict=True)):
+            by_group = count.view(-1, *[1] * (a.ndim - 1)) if isinstance(count, Tensor) else count
+            sink.put(b, "A", Moment(a * by_group, count))
             sink.put(b, "S", Moment(s, 1))
         sink.flush()
         return

@@ -485,6 +485,7 @@ def _side_by_side(gs: list[Tensor]) -> Tensor:
 # since the first.
 
 
+_ALIKE = 1e-5  # by what the shares of heads in a batch may differ, which are sums in single precision
 Self = TypeVar("Self")
 Result = TypeVar("Result")
 Others = ParamSpec("Others")
@@ -496,9 +497,8 @@ class LoaderPullback:
     """A metric pulled back over all batches of a ``DataLoader``; made by ``pullback(model, loader, metric)``.
 
     Every estimate reads the loader, once, at the parameters that the model has then. It is the mean over the examples,
-    as of the joint batch, in the memory of one batch; ``Kernel`` and ``Implicit`` keep all of them. A loss whose mean
-    is over class weights, or leaves out ignored labels, has that mean in every batch: where batches differ in it, G is
-    close to that of the joint batch, and not equal.
+    as of the joint batch, in the memory of one batch; ``Kernel`` and ``Implicit`` keep all of them. Of a loss whose
+    mean is over class weights, or leaves out ignored labels, it is that mean.
     """
 
     observer: Observer
@@ -535,7 +535,7 @@ class LoaderPullback:
         )
 
     def mean(self, structure: Any, like: Any = None) -> tuple[Any, int, int]:
-        """The estimate of all batches, weighted by their examples, and the numbers of examples and of outputs.
+        """The estimate of all batches, weighted by what their mean is over, and the numbers of examples and outputs.
 
         A structure with eigenvectors takes those of the first batch for all estimates of a pass. Those of all batches
         are known at the end of it, and the eigenvalues are measured in them in a second pass.
@@ -557,8 +557,9 @@ class LoaderPullback:
 
     def _one_pass(self, structure: Any, like: Any) -> tuple[Any, int, int, int]:
         """The mean of all batches (None without one), and the numbers of examples, of outputs and of batches."""
-        operator, n, outputs, count = None, 0, 0, 0
-        for pb in self:
+        operator, n, outputs, count, total = None, 0, 0, 0, torch.zeros((), dtype=torch.float64)
+        for x, target in batches_of(self.observer.model, self.loader):
+            pb = self.observer.checked(x, target)
             if pb.coupling is not None:
                 raise IncompatibleError(
                     f"a DataLoader does not work with {pb.metric!r}, which couples the examples, also those of two "
@@ -566,7 +567,17 @@ class LoaderPullback:
                 )
             n, outputs, count = n + pb.n, outputs + pb.y.numel(), count + 1
             new = structure.estimate(pb, operator or like)
-            operator = new if operator is None else operator.lerp(new, pb.n / n)
+            share = torch.as_tensor(pb.metric.denominator(pb.y, target)).to("cpu", torch.float64)
+            total = total + share
+            weights = share / total.clamp(min=torch.finfo(total.dtype).tiny)  # of the heads, or one
+            weight = float(weights.max())
+            if weight - float(weights.min()) > _ALIKE:
+                raise IncompatibleError(
+                    f"a DataLoader does not work with {pb.metric!r} and these targets: the mean of every head is over "
+                    "the labels that it has, or their class weights, and batches have other shares of those of one "
+                    "head than of another. Give one batch, or a Fisher metric for every head"
+                )
+            operator = new if operator is None else operator.pooled(new, weight)
         return operator, n, outputs, count
 
 

@@ -477,6 +477,10 @@ class Operator(ABC):
     def lerp(self, other: Operator, weight: float) -> Operator:
         """(1 − w) G + w G': the moving average."""
 
+    def pooled(self, other: Operator, weight: float) -> Operator:
+        """(1 − w) G + w G' of two parts of the data: as ``lerp``, but what is a mean over positions remains one."""
+        return self.lerp(other, weight)
+
     def merged(self, other: Operator, weight: float) -> Operator:
         """As ``lerp``; on a GPU, where nobody has looked at ``other``, nothing changes if that is not finite."""
         values = [t for t in other.tensors().values() if t.is_floating_point() and t.numel()]

@@ -123,7 +123,7 @@ class EigenKronecker(Layered):
         split, dtype = self.split(pullback, like), pullback.y.dtype
         basis = self._basis_of(like, split.blocks)
         if basis is None or pullback.coupling is not None:
-            estimates = factors_of(pullback, split.used, self.sharing_rule)
+            estimates, positions = factors_of(pullback, split.used, self.sharing_rule)
             if basis is None:
                 used = Basis.of([s for s, _ in estimates], [a for _, a in estimates]).sides
                 sides = split.of_all(used, lambda block: (None, None))  # until it is renewed
@@ -131,7 +131,7 @@ class EigenKronecker(Layered):
             scales = rotated_squares(pullback, split.used, split.of_used(basis.sides))
         else:
             squares = RotatedSquares(split.used, split.of_used(basis.sides), dtype)
-            estimates = second_moments(pullback, split.used, self.sharing_rule, squares.add)
+            estimates, positions = second_moments(pullback, split.used, self.sharing_rule, squares.add)
             scales = squares.totals()
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         fallback = None if not isinstance(like, EigenKroneckerOperator) else like.fallback
@@ -147,6 +147,7 @@ class EigenKronecker(Layered):
             power=self.power,
             eigenvectors=self.eigenvectors,
             moments=self.moments,
+            positions=tuple(split.of_all(positions, lambda block: 0)),
         )
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> EigenKroneckerOperator:
@@ -257,6 +258,7 @@ class EigenKroneckerOperator(LayerOperator):
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
+    positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
     eigenvectors: Eigenvectors = field(default="exact", kw_only=True)
     moments: Moments = field(default="carried", kw_only=True)
     products: bool = field(default=False, kw_only=True)  # whether D is s ⊗ a of the eigenvalues of S and A
@@ -309,6 +311,7 @@ class EigenKroneckerOperator(LayerOperator):
             scales=self.layers_lerp(there, there.basis.carried(self.scales, self.basis), there.scales, weight),
             fallback=fallback,
             unseen=self.unseen & there.unseen,
+            positions=(),
             in_place=False,
         )
 

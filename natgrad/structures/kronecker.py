@@ -199,7 +199,7 @@ class Kronecker(Layered):
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         self.check_pulled_back()
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        estimates = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
+        estimates, positions = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -209,6 +209,7 @@ class Kronecker(Layered):
             self.fallback_estimate(split),
             split.unseen,
             power=self.power,
+            positions=tuple(split.of_all(positions, lambda block: 0)),
         )
 
     def check_pulled_back(self) -> None:
@@ -447,6 +448,7 @@ class KroneckerOperator(LayerOperator):
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
+    positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
     fit: Fit = field(default="mean", kw_only=True)
     halves: tuple[Halves | None, ...] = field(default=(), kw_only=True)  # (S + λ_S)^-½ and (A + λ_A)^-½, scaled
     root_check: RootCheck = field(default_factory=RootCheck, kw_only=True, compare=False, repr=False)  # of the halves
@@ -536,7 +538,8 @@ class KroneckerOperator(LayerOperator):
         fallback = self.fallback_lerp(there, weight)
         left = self.layers_lerp(there, self.left, there.left, weight)
         right = self.layers_lerp(there, self.right, there.right, weight)
-        return replace(self, left=left, right=right, fallback=fallback, unseen=self.unseen & there.unseen)
+        unseen = self.unseen & there.unseen
+        return replace(self, left=left, right=right, fallback=fallback, unseen=unseen, positions=())
 
     def renewed(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> KroneckerOperator:
         """In KL divergence with one scale for S and A, in place: S ⊗ A does not say how they share it."""

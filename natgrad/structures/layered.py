@@ -451,6 +451,7 @@ class LayerOperator(Operator):
     right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
     fallback: Operator | None
     unseen: frozenset[str]
+    positions: tuple[int | Tensor, ...]  # of every layer, that A is a mean over: [c] or a number; () of an average
 
     @property
     @abstractmethod
@@ -655,6 +656,21 @@ class LayerOperator(Operator):
                 mean[b] = old[b].lerp(new[b], group_weights(self.right[b], other.right[b], weight, old[b].ndim))
         choices = enumerate(zip(old, new, mean, strict=True))
         return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
+
+    def pooled(self, other: Operator, weight: float) -> Self:
+        """With every A weighted by its positions. That of a tied weight is none of positions alone, and has ``w``."""
+        mean, there = cast(Self, self.lerp(other, weight)), cast(LayerOperator, other)
+        right, counts = list(mean.right), list(zip(self.positions, there.positions, strict=True))
+        for b, (old, new) in enumerate(counts):
+            block = self.blocks[b]
+            if not block.facets and (isinstance(old + new, Tensor) or block.rule is None or not block.rule.stacked):
+                total = torch.as_tensor(old + new, dtype=right[b].dtype, device=right[b].device)
+                share = (new / total.clamp(min=1)).view(-1, *[1] * (right[b].ndim - 1))
+                right[b] = self.right[b].lerp(there.right[b], share)
+        fallback = None if self.fallback is None else self.fallback.pooled(cast(Operator, there.fallback), weight)
+        return replace(  # type: ignore[type-var]  # a dataclass
+            mean, right=tuple(right), fallback=fallback, positions=tuple(old + new for old, new in counts)
+        )
 
     def absorbed(self, fallback: Operator | None, weight: Scalar, unseen: frozenset[str]) -> Self:
         """The average after its layers were updated in place, with the estimate on the uncovered parameters."""

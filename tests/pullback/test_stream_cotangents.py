@@ -26,7 +26,7 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     problem = zoo.case(name).make()
     pb = pull(problem, random_roots(problem, k=1))
     blocks = [block for block in pb.layers if block.rule is not None]
-    expected = factors_of(pb, blocks, Sharing())
+    expected, _ = factors_of(pb, blocks, Sharing())
     layers = LayerFactors(tuple(blocks), Sharing(), pb.y.dtype, pb.n, frozenset())
     sink, tape = FactorList(), pb.tape(pb.ranges[0])
     calls: list[list[int]] = []
