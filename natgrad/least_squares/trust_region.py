@@ -77,11 +77,13 @@ def minimise(
             running = fits.status == RUNNING
             fits.nfev = torch.full_like(fits.nfev, residuals.calls)
             if fits is not whole:
-                whole.put(rows[~running], fits.of(~running))
-            if not bool(running.any()):
+                ended = (~running).nonzero().squeeze(-1)
+                whole.put(rows[ended], fits.of(ended))
+            going = running.nonzero().squeeze(-1)
+            if not len(going):
                 return whole
-            rows, model, fits = rows[running], model.of(running), fits.of(running)
-            residuals, rules = residuals.of(running), rules.of(running)
+            rows, model, fits = rows[going], model.of(going), fits.of(going)
+            residuals, rules = residuals.of(going), rules.of(going)
         if step == 0:
             # Where unknowns that matter are zero, x says nothing about its size
             size = torch.where(model.size > 0, model.size.maximum(_LEAST_RADIUS * model.unit), model.unit)
