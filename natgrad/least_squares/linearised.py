@@ -43,7 +43,7 @@ class Linearised:
     @staticmethod
     def at(f: Tensor, J: Tensor, fits: Fits, rules: Rules) -> Linearised:
         """The model of residuals f [b m] with the Jacobian J [b m n]."""
-        x, D, eps = fits.x, fits.D, torch.finfo(f.dtype).eps
+        x, D = fits.x, fits.D
         QR = TriangularLeastSquares.of(J, f)
         norms = torch.linalg.vector_norm(QR.R, dim=-2)  # of the columns of J
         if rules.D is None:
@@ -54,20 +54,19 @@ class Linearised:
         if not regular and rules.D is None:
             D = torch.where(D > 0, D, 1.0)
             problem = TriangularLeastSquares(QR.R / D.unsqueeze(-2), QR.z)
-        # The terms of which residuals are differences are all Jᵢxᵢ
-        size, unit, terms = torch.linalg.vector_norm(torch.stack([D * x, D, norms * x]), dim=-1)
-        length = (2 * fits.cost).sqrt()
-        sizes = size, unit, length, _NOISE * eps * length * (length + terms)
+        vectors, length = (D * x, D, norms * x), (2 * fits.cost).sqrt()
         if regular:
-            step, tangent = problem.undamped(), torch.linalg.vector_norm(problem.z, dim=-1)
-            return Linearised(D, step, torch.linalg.vector_norm(step, dim=-1), tangent, *sizes, problem, None, None)
+            step = problem.undamped()
+            norm, tangent, *sizes = _norms(step, problem.z, *vectors)
+            return Linearised(D, step, norm, tangent, *_sizes(sizes, length), problem, None, None)
         if rules.lower is not None and rules.upper is not None:
             g = (problem.R.mT @ problem.z.unsqueeze(-1)).squeeze(-1)
             free = ~(((x <= rules.lower) & (g > 0)) | ((x >= rules.upper) & (g < 0)))
             problem = TriangularLeastSquares(problem.R * free.unsqueeze(-2), problem.z)
         step, inside, spectrum = _pseudo_inverse(problem)
-        norm, tangent = torch.linalg.vector_norm(step, dim=-1), torch.linalg.vector_norm(inside, dim=-1)
-        return Linearised(D, step, norm, tangent, *sizes, problem, free, spectrum)
+        norm, *sizes = _norms(step, *vectors)
+        tangent = torch.linalg.vector_norm(inside, dim=-1)
+        return Linearised(D, step, norm, tangent, *_sizes(sizes, length), problem, free, spectrum)
 
     @cached_property
     def promise(self) -> Tensor:
@@ -147,6 +146,16 @@ class Linearised:
         p = p.clamp(low, high)
         trial = torch.where(p <= low, rules.lower, torch.where(p >= high, rules.upper, x + p / self.D))
         return p, trial.clamp(rules.lower, rules.upper)
+
+
+def _norms(*vectors: Tensor) -> tuple[Tensor, ...]:
+    return torch.linalg.vector_norm(torch.stack(vectors), dim=-1).unbind(0)
+
+
+def _sizes(norms: list[Tensor], length: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """‖Dx‖, ‖D‖, ‖f‖, and what the cost may change by rounding of the terms Jᵢxᵢ, whose sums residuals are."""
+    size, unit, terms = norms
+    return size, unit, length, _NOISE * torch.finfo(length.dtype).eps * length * (length + terms)
 
 
 def _is_regular(R: Tensor) -> bool:

@@ -100,6 +100,9 @@ def _judge(fits: Fits, model: Linearised, rules: Rules) -> None:
     if fits.any_settled:
         offset = model.offset
         falls, settled = offset <= _FALLS * fits.offset, fits.settled > 0
+        if bool(falls.all()):
+            fits.offset, fits.stalled = offset, torch.zeros_like(fits.stalled)
+            return
         # A step that the region has limited says little about the end of a valley
         lost = torch.where(fits.λ > 0, 1, torch.where(model.promise <= model.rounding, _PATIENCE, _WHOLE))
         fits.stalled = torch.where(falls, 0, fits.stalled + settled * lost)
@@ -155,7 +158,6 @@ def _step(
         fits.x, fits.f, fits.cost, fits.radius = trial, f, loss.cost(f), radius
         return trial, None
     taken, poor = ratio > _LEAST_RATIO, ratio <= 0.25
-    fits.shortened = fits.shortened + (actual == -torch.inf)
     if plain is not None or bool(met.any()):
         if plain is None:
             fits.any_settled, fits.offset, plain = True, model.offset, fits.λ == 0
@@ -165,8 +167,6 @@ def _step(
         settled = fits.settled > 0
         taken = taken | (settled & (actual >= -model.rounding))
         poor = poor & ~(taken & (predicted <= model.rounding))  # rounding errors are no reason for a smaller region
-        fits.stalled = fits.stalled + _REFUSED * (settled & ~taken)
-        fits.stop(fits.stalled >= _PATIENCE, fits.settled)
         fits.last = torch.where((taken & plain).unsqueeze(-1), δ, 0.0)
     if bool(poor.any()):
         # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
@@ -178,6 +178,10 @@ def _step(
     if bool(taken.all()):
         fits.x, fits.f, fits.cost = trial, f, loss.cost(f)
         return trial, None
+    fits.shortened = fits.shortened + (actual == -torch.inf)
+    if fits.any_settled:
+        fits.stalled = fits.stalled + _REFUSED * ((fits.settled > 0) & ~taken)
+        fits.stop(fits.stalled >= _PATIENCE, fits.settled)
     rows = taken.unsqueeze(-1)
     fits.x, fits.f = torch.where(rows, trial, fits.x), torch.where(rows, f, fits.f)
     fits.cost = loss.cost(fits.f)
