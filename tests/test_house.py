@@ -7,9 +7,11 @@ never raise one.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
@@ -181,6 +183,34 @@ def test_an_import_loads_no_compiler() -> None:
     program = "import sys, natgrad; sys.exit('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
     assert done.returncode == 0, "call natgrad.accelerate.modules.uncompiled, not torch.compiler.disable"
+
+
+# Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
+# Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
+LINES: dict[str, int] = {}
+
+
+def lines_of_code(tree: ast.Module, text: str) -> int:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = {n for token in tokens if token.type not in _NO_CODE for n in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        ):
+            code.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(code)
+
+
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def test_the_code_of_a_package_does_not_grow() -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for path, tree in modules().items():
+        package = path.split("/")[0] if "/" in path else "natgrad"
+        counts[package] += lines_of_code(tree, (ROOT / "natgrad" / path).read_text(encoding="utf-8"))
+    grown = {name: f"{count} lines" for name, count in counts.items() if count > LINES.get(name, 0)}
+    assert not grown, f"delete something, or raise LINES and say what pays for it: {grown}, where {LINES} are allowed"
 
 
 OPTIONS: dict[str, int] = {}
