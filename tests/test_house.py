@@ -187,7 +187,27 @@ def test_an_import_loads_no_compiler() -> None:
 
 # Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
-LINES: dict[str, int] = {}
+LINES: dict[str, int] = {
+    "accelerate": 2836,
+    "cli": 343,
+    "data": 21,
+    "families": 2017,
+    "functionspace": 1283,
+    "gauss_newton": 815,
+    "invariance": 546,
+    "kernels": 466,
+    "least_squares": 1365,
+    "mirror": 1081,
+    "natgrad": 2535,
+    "optim": 3765,
+    "output": 1149,
+    "pullback": 4724,
+    "rules": 1563,
+    "solve": 246,
+    "step": 1010,
+    "structures": 3801,
+    "vi": 1386,
+}
 
 
 def lines_of_code(tree: ast.Module, text: str) -> int:
