@@ -37,7 +37,7 @@ lint: $(VENV)/.dev  ## ruff, the order of imports, mypy
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-check: lint  ## the quick gate: lint, the laws of the house, golden values, product table, theorems
+check: lint  ## the gate before a commit: lint, the laws of the house, and every table of theorems
 	$(PYTEST) $(CORE)
 
 test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a time

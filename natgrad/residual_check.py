@@ -56,9 +56,9 @@ def refuse_pairs(residuals: Callable[[], Tensor], shape: torch.Size) -> None:
         end = residuals()
     if id(end) in differences and not honest:
         raise ValueError(
-            f"the residuals have the shape {list(shape)}, because a tensor [{n}] is subtracted from one [{n}, 1], or "
-            f"the other way round, and broadcasting makes all {n} × {n} pairs of them: give both one shape, by "
-            f"y[:, None] or .squeeze(-1) (if pairs are meant, write the row as [1, {n}])"
+            f"the residuals have the shape {list(shape)}, because tensors [{n}] and [{n}, 1] meet in a sum or a "
+            f"difference, and broadcasting makes all {n} × {n} pairs of them: give both one shape, by y[:, None] or "
+            f".squeeze(-1) (if pairs are meant, write the row as [1, {n}])"
         )
 
 
