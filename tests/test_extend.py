@@ -1,0 +1,138 @@
+"""The examples that extend the library are right: each is compared with what it should be, by other means."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from examples.extend import family, layer_rule, step_rule
+from examples.extend.family import LogisticNoise
+from examples.extend.layer_rule import Interaction, InteractionRule, Recommender
+from examples.extend.step_rule import Polyak
+from tests import oracle
+from tests.pulled import close, normal
+
+
+def test_the_rule_of_a_layer_gives_the_metric_of_its_jacobian() -> None:
+    torch.manual_seed(0)
+    model, x = Recommender().double(), normal(7, 11)
+    nn.init.normal_(model.match.bias)
+    G = oracle.dense(oracle.module_jacobian(model, x), oracle.poisson(model(x)))
+    pb = ng.pullback(model, x, ng.Fisher(ng.Poisson()), rules=[InteractionRule()])
+    assert "InteractionRule" in {type(block.rule).__name__ for block in pb.layers}
+    close(ng.Kernel().estimate(pb).dense(), G)
+
+
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+def test_its_factors_are_those_of_the_products_of_its_inputs(frozen: str | None) -> None:
+    """Of one layer on its own: A = E[a aᵀ], and S = 1 for ½‖y − t‖²."""
+
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.match = Interaction(2, 3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.match(x[:, :2], x[:, 2:])
+            return y
+
+    model, x = Alone().double(), normal(6, 5)
+    if frozen is not None:
+        model.match.get_parameter(frozen).requires_grad_(False)
+    a = torch.stack([torch.outer(row[:2], row[2:]).flatten() for row in x])
+    columns = {"weight": a, "bias": torch.ones(6, 1, dtype=a.dtype)}
+    a = torch.cat([t for key, t in columns.items() if key != frozen], 1)
+    G = ng.Kronecker().estimate(ng.pullback(model, x, ng.Euclidean(), rules=[InteractionRule()]))
+    expected = torch.kron(torch.eye(4, dtype=a.dtype), a.T @ a / 6)
+    order = torch.arange(4 * a.shape[1]).view(4, -1)
+    order = torch.cat([order[:, :6].flatten(), order[:, 6:].flatten()]) if frozen is None else order.flatten()
+    close(G.dense(), expected[order][:, order])
+
+
+def test_k_fac_trains_a_model_with_the_layer() -> None:
+    losses = layer_rule.train()
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def _logistic(t: Tensor, y: Tensor, scale: float) -> Tensor:
+    """log p(t | y) by torch: the logit of a uniform number, scaled and moved."""
+    uniform = torch.distributions.Uniform(torch.zeros_like(y), torch.ones_like(y))
+    sigmoid = torch.distributions.SigmoidTransform().inv
+    moved = torch.distributions.AffineTransform(y, scale)
+    logistic = torch.distributions.TransformedDistribution(uniform, [sigmoid, moved], validate_args=False)
+    return logistic.log_prob(t)
+
+
+def test_the_information_of_the_family_is_the_variance_of_its_scores_by_quadrature() -> None:
+    y, scale = normal(3, 2), 0.7
+    ε = torch.linspace(-40, 40, 200_001, dtype=torch.float64)
+    leaf = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    t = scale * ε
+    log_p = _logistic(t, leaf.expand_as(t), scale)
+    score = torch.func.jvp(lambda y: _logistic(t, y.expand_as(t), scale), (leaf.detach(),), (torch.ones_like(leaf),))[1]
+    F = torch.trapezoid(log_p.detach().exp() * score.square(), t)
+    u, family = normal(3, 2, seed=1), LogisticNoise(scale)
+    close(family.flat(y, u), F * u)
+    s = family.root(y).flatten(2)
+    close(torch.einsum("knd,kne->nde", s, s), F * torch.eye(2, dtype=y.dtype).expand(3, 2, 2))
+
+
+@pytest.mark.parametrize("distance", [1e-6, 0.05, 0.099, 0.101, 1.0, 30.0])
+def test_its_divergence_is_that_of_the_density_by_quadrature(distance: float) -> None:
+    t = torch.linspace(-90, 90, 400_001, dtype=torch.float64)
+    here, there = (_logistic(t, torch.full_like(t, y), 1.0) for y in (0.0, distance))
+    expected = torch.trapezoid(here.exp() * (here - there), t)
+    y = torch.tensor([[0.0]], dtype=torch.float64)
+    got = LogisticNoise().kl(y, y + distance)
+    torch.testing.assert_close(got, expected.reshape(1), rtol=1e-9, atol=1e-15)
+
+
+def test_its_samples_are_scores_of_the_model() -> None:
+    y = normal(2, 1)
+    s = LogisticNoise(0.5).scores(y, 400_000, torch.Generator().manual_seed(0))
+    assert float(s.mean(0).abs().max()) < 0.01
+    close(s.square().mean(0), torch.full_like(y, 4 / 3), 0.01)
+
+
+def test_outliers_do_not_turn_the_line_of_logistic_noise() -> None:
+    noise = LogisticNoise(0.1)
+    assert abs(family.slope(noise, noise.loss) - 2) < 0.2 < abs(family.slope(ng.Gaussian(), nn.functional.mse_loss) - 2)
+
+
+def test_polyaks_step_reaches_the_minimum_of_a_linear_loss_model() -> None:
+    """On ½‖y − t‖² of a linear model that fits, L − L* = ½⟨ω, v⟩: the first step is half of Newton's."""
+    model, x = nn.Linear(3, 2, bias=False).double(), normal(8, 3)
+    θ, best = model.weight.detach().clone(), normal(2, 3, seed=2)
+    t = x @ best.T
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=Polyak(), damping=0.0)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = 0.5 * (model(x) - t).square().sum(1).mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    close(model.weight.detach(), 0.5 * (θ + best), 1e-9)
+
+
+def test_polyaks_length_trains_a_network_to_its_minimum() -> None:
+    losses = step_rule.train()
+    assert losses[-1] < 1e-6 * losses[0]
+
+
+def test_polyaks_rule_stops_where_the_gradient_is_zero() -> None:
+    model, x = nn.Linear(2, 1).double(), normal(4, 2)
+    t = model(x).detach()
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=Polyak())
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = (model(x) - t).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert opt.last is not None
+    assert opt.last.converged
+    assert not opt.last.accepted
