@@ -199,6 +199,7 @@ LINES: dict[str, int] = {
     "least_squares": 1365,
     "mirror": 1081,
     "natgrad": 2535,
+    "operators": 0,
     "optim": 3765,
     "output": 1149,
     "pullback": 4724,
