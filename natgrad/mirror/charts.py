@@ -305,32 +305,6 @@ def natural_step(
     return Move(family, chart, along(x, t, v), t, x + v)
 
 
-class Descent(ABC):
-    """Which of the two steps to take with a gradient."""
-
-    @abstractmethod
-    def move(
-        self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
-    ) -> Move:
-        """The step from x with the gradient ω, both in one chart."""
-
-
-@final
-@dataclass(frozen=True)
-class Mirror(Descent):
-    """Move the other chart along the plain gradient of this one; no metric is inverted (``mirror_step``)."""
-
-    move = staticmethod(mirror_step)
-
-
-@final
-@dataclass(frozen=True)
-class Natural(Descent):
-    """Move this chart along its natural gradient (``natural_step``)."""
-
-    move = staticmethod(natural_step)
-
-
 def _take_step(
     family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary, stored: Tensor | None
 ) -> tuple[Tensor, Tensor]:

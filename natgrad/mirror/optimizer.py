@@ -13,25 +13,25 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.fused import copy_
-from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten, per_member
+from natgrad.mirror.charts import Boundary, Move, Shorten, mirror_step, per_member
 from natgrad.mirror.member import Member
 from natgrad.model import check_slots
 
 _log = logging.getLogger("natgrad")
 _VELOCITY = "velocity"
-_MIRROR, _SHORTEN = Mirror(), Shorten()
+_SHORTEN = Shorten()
 
 
 @final
 class MirrorDescent(torch.optim.Optimizer):
     """Train ``Member`` modules by steps that never leave the domain of their family (Grosse 2021, section 4.1).
 
-    ``Mirror()``: the gradient in the chart of a member moves its other chart, and no metric is inverted. A member in
-    the natural chart steps by ξ ← ξ − lr ∇_ηJ; one in the mean chart by η ← η − lr ∇_ξJ, which is natural gradient in
-    η. ``Natural()``: the chart of the member moves along its natural gradient.
+    ``descent=mirror_step``: the gradient in the chart of a member moves its other chart, and no metric is inverted. A
+    member in the natural chart steps by ξ ← ξ − lr ∇_ηJ; one in the mean chart by η ← η − lr ∇_ξJ, which is natural
+    gradient in η. ``descent=natural_step``: the chart of the member moves along its natural gradient.
 
     Momentum m ← μm + ∇J lives in the chart that moves: its coordinates are affine, so that velocities of different
-    points may be added; with ``Natural()`` m is a covector, raised to a vector at every step. Where a step is
+    points may be added; with ``natural_step`` m is a covector, raised to a vector at every step. Where a step is
     shortened, so is its velocity: otherwise every later step would press against the boundary. ``boundary`` decides
     what happens to steps that would leave the domain; ``reasons()`` explains those of the last step, and the logger
     "natgrad" warns of the first one of every member. When a step raises, parameters and velocities are unchanged. A
@@ -53,10 +53,12 @@ class MirrorDescent(torch.optim.Optimizer):
         members: Member | Iterable[Member] | Iterable[dict[str, Any]],
         lr: float = 1.0,
         momentum: float = 0.0,
-        descent: Descent = _MIRROR,
+        descent: Callable[..., Move] = mirror_step,
         boundary: Boundary = _SHORTEN,
     ) -> None:
-        check_slots(descent=(descent, Descent), boundary=(boundary, Boundary))
+        check_slots(boundary=(boundary, Boundary))
+        if not callable(descent):
+            raise TypeError(f"descent must be mirror_step, natural_step, or a function as they are, got {descent!r}")
         self.descent, self.boundary = descent, boundary
         self.last: tuple[tuple[str, Move], ...] = ()
         self._members: dict[int, Member] = {}
@@ -124,7 +126,7 @@ class MirrorDescent(torch.optim.Optimizer):
             self._flag.check({name: ω}, "the gradient")
         if group["momentum"] and _VELOCITY in self.state.get(member.point, {}):
             ω = group["momentum"] * self.state[member.point][_VELOCITY] + ω
-        move = self.descent.move(member.family, x, ω, group["lr"], member.chart, self.boundary)
+        move = self.descent(member.family, x, ω, group["lr"], member.chart, self.boundary)
         return move, per_member(move.share, x) * ω if group["momentum"] else None
 
     def _apply(self, moves: dict[str, Move], points: list[Tensor], velocities: list[tuple[Tensor, Tensor]]) -> None:

@@ -47,13 +47,11 @@ from natgrad.vi.links import Probit as Probit
 from natgrad.vi.network import Prior as Prior
 from natgrad.vi.network import Rates as Rates
 from natgrad.vi.network import VariationalNetwork as VariationalNetwork
-from natgrad.vi.posterior import Constant as Constant
 from natgrad.vi.posterior import Decaying as Decaying
 from natgrad.vi.posterior import Estimator as Estimator
 from natgrad.vi.posterior import Fit as Fit
 from natgrad.vi.posterior import Posterior as Posterior
 from natgrad.vi.posterior import Regression as Regression
 from natgrad.vi.posterior import Reparametrised as Reparametrised
-from natgrad.vi.posterior import Schedule as Schedule
 from natgrad.vi.posterior import Score as Score
 from natgrad.vi.posterior import fit as fit

@@ -302,28 +302,9 @@ class Posterior:
         return values - base
 
 
-class Schedule(ABC):
-    """Step sizes ρ_k in (0, 1]."""
-
-    @abstractmethod
-    def __call__(self, k: int) -> float:
-        """ρ_k, for k = 0, 1, …"""
-
-
 @final
 @dataclass(frozen=True)
-class Constant(Schedule):
-    """One ρ for all steps: for gradients without noise."""
-
-    rate: float
-
-    def __call__(self, k: int) -> float:
-        return self.rate
-
-
-@final
-@dataclass(frozen=True)
-class Decaying(Schedule):
+class Decaying:
     """ρ_k = (1 + k/delay)^−power: noise averages out for ½ < power ≤ 1 (Robbins & Monro 1951).
 
     >>> Decaying(power=1.0, delay=1.0)(3)
@@ -338,6 +319,7 @@ class Decaying(Schedule):
             raise ValueError(f"Decaying needs ½ < power ≤ 1 and delay > 0, got {self.power} and {self.delay}")
 
     def __call__(self, k: int) -> float:
+        """ρ_k, for k = 0, 1, …"""
         return float((1 + k / self.delay) ** -self.power)
 
 
@@ -356,13 +338,14 @@ def fit(
     eta: Tensor,
     *,
     steps: int = 100,
-    schedule: Schedule | None = None,
+    schedule: float | Callable[[int], float] | None = None,
     estimator: Estimator | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
     """Natural-gradient variational inference from η on; every iterate is a distribution.
 
-    ``schedule``: the step size of every step, by default ``Decaying()``, or ``Constant(1.0)`` without a log-density.
+    ``schedule``: the step size ρ in (0, 1], one for all steps or a function of their number k = 0, 1, …; by default
+    ``Decaying()``, or 1 without a log-density.
     ``estimator``: of the gradient of E ℓ, by default ``Regression``. ``generator``: of its samples. The result has
     the last η as ``eta``, the evidence bound before every step as ``elbo``, and as ``reasons`` a dict that
     says why steps were shortened, by their numbers.
@@ -375,13 +358,14 @@ def fit(
     """
     if steps < 1:
         raise ValueError(f"fit(steps={steps}) needs one step or more")
-    schedule = schedule or (Constant(1.0) if posterior.log_density is None else Decaying())
+    if schedule is None:
+        schedule = 1.0 if posterior.log_density is None else Decaying()
     bounds, reasons = [], {}
     for k in range(steps):
-        rate = schedule(k)
+        rate = schedule(k) if callable(schedule) else schedule
         check_rate(rate)
         target, bound = posterior.target(eta, estimator, generator)
-        move = posterior._move(eta, target, rate, _SHORTEN, "a schedule= with smaller rates, such as Constant(0.1)")
+        move = posterior._move(eta, target, rate, _SHORTEN, "a schedule= with smaller rates, such as 0.1")
         if can_read(eta) and move.reasons:
             reasons[k] = move.reasons
         bounds.append(bound)

@@ -101,7 +101,7 @@ def test_mirror_descent_is_the_minimum_of_its_proximal_form(case: Case) -> None:
     descent = BregmanDescent(case.potential, ALPHA)
     close(descent.grad(objective, case.x), found, 1e-10)
     ω = gradient(objective, case.x)
-    depth = -descent.proximity.surrogate(found, case.x, ω, ALPHA)
+    depth = -descent.surrogate(found, case.x, ω, ALPHA)
     close(descent.prog(objective, case.x), depth, 1e-10)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.errors import DomainError, NonFiniteError, UnsolvedError
-from natgrad.mirror import Forbid, MeanChart, Member, Mirror, Natural, NaturalChart, mirror_step, natural_step
+from natgrad.mirror import Forbid, MeanChart, Member, NaturalChart, mirror_step, natural_step
 from tests.mirror.members import CASES, Case, t
 
 every = pytest.mark.parametrize("case", CASES, ids=repr)
@@ -32,7 +32,7 @@ def test_every_iterate_of_mirror_descent_is_a_member_in_both_charts(
     generator = torch.Generator().manual_seed(0)
     start = (case.eta if chart == CHARTS[0] else case.xi).to(dtype)
     member = Member(case.family, start.expand(MEMBERS, *start.shape), chart)
-    opt = ng.MirrorDescent([member], lr=1.0, momentum=0.5, descent=Mirror())
+    opt = ng.MirrorDescent([member], lr=1.0, momentum=0.5, descent=mirror_step)
     for _ in range(STEPS):
         member.point.grad = gradients(case, chart, generator).to(dtype)
         opt.step()
@@ -50,7 +50,7 @@ def test_every_iterate_of_natural_gradient_is_a_member_or_its_step_overflows(
     generator = torch.Generator().manual_seed(0)
     start = case.eta if chart == CHARTS[0] else case.xi
     member = Member(case.family, start.expand(MEMBERS, *start.shape), chart)
-    opt = ng.MirrorDescent([member], lr=1.0, descent=Natural())
+    opt = ng.MirrorDescent([member], lr=1.0, descent=natural_step)
     for _ in range(STEPS):
         before, member.point.grad = member.point.detach().clone(), gradients(case, chart, generator)
         try:

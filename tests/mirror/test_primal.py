@@ -38,7 +38,7 @@ def test_grad_is_the_minimum_of_the_quadratic_model_and_prog_is_its_depth() -> N
     close(ω + α * curved(START) @ (y - START), torch.zeros_like(ω))
     depth = -(ω @ (y - START) + α / 2 * (y - START) @ curved(START) @ (y - START))
     close(descent.prog(objective, START), depth)
-    close(-descent.proximity.surrogate(y, START, ω, α), depth)
+    close(-descent.surrogate(y, START, ω, α), depth)
 
 
 def test_in_the_euclidean_metric_it_is_gradient_descent() -> None:
@@ -221,6 +221,8 @@ def test_bad_input_is_refused_by_name() -> None:
     descent = PrimalDescent(MatrixMetric(curved), 4.0)
     with pytest.raises(TypeError, match="metric must be a natgrad RiemannianMetric"):
         PrimalDescent(curved, 4.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"policy must be Refuse\(\), Report\(\), Doubling\(\), or a function"):
+        PrimalDescent(MatrixMetric(curved), 4.0, policy=Doubling)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the objective returned shape \(3,\): it must be one number"):
         descent.grad(lambda x: x, START)
     with pytest.raises(ValueError, match="the objective does not depend on x"):
