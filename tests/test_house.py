@@ -197,7 +197,7 @@ LINES: dict[str, int] = {
     "invariance": 546,
     "kernels": 466,
     "least_squares": 1365,
-    "mirror": 1081,
+    "mirror": 1036,
     "natgrad": 2535,
     "operators": 0,
     "optim": 3765,
@@ -207,7 +207,7 @@ LINES: dict[str, int] = {
     "solve": 246,
     "step": 1010,
     "structures": 3801,
-    "vi": 1386,
+    "vi": 1277,
 }
 
 
