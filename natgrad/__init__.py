@@ -13,8 +13,8 @@ from natgrad import operators as operators
 from natgrad import pde as pde
 from natgrad import rules as rules
 from natgrad import vi as vi
-from natgrad.diagnose import Diagnosis as Diagnosis
-from natgrad.diagnose import diagnose as diagnose
+from natgrad.diagnosis import Diagnosis as Diagnosis
+from natgrad.diagnosis import diagnose as diagnose
 from natgrad.families import Bernoulli as Bernoulli
 from natgrad.families import Categorical as Categorical
 from natgrad.families import Gaussian as Gaussian
@@ -66,8 +66,8 @@ from natgrad.output import OutputMetric as OutputMetric
 from natgrad.output import Sampled as Sampled
 from natgrad.output import Sobolev as Sobolev
 from natgrad.output import metric_of as metric_of
-from natgrad.pullback import Pullback as Pullback
-from natgrad.pullback import pullback as pullback
+from natgrad.pullbacks import Pullback as Pullback
+from natgrad.pullbacks import pullback as pullback
 from natgrad.solve import CG as CG
 from natgrad.solve import Cholesky as Cholesky
 from natgrad.solve import Factored as Factored

@@ -15,7 +15,7 @@ from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.linalg import eigh, eigvalsh, gauss_rule, is_number
 from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
-from natgrad.pullback.pullback import MEMORY, LoaderPullback, Pullback
+from natgrad.pullbacks.pullback import MEMORY, LoaderPullback, Pullback
 from natgrad.structures.base import Operator
 from natgrad.structures.implicit import Implicit
 

@@ -16,7 +16,7 @@ from natgrad.linalg import Damping, check_finite
 from natgrad.model import Inputs, Model, batches_of, check_slots, count_examples
 from natgrad.output.losses import Criterion, as_quotient, is_sum, metric_of
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.pullback import pullback
+from natgrad.pullbacks.pullback import pullback
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense

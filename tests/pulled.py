@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.pullback import Factors
+from natgrad.pullbacks import Factors
 from tests import oracle, zoo
 from tests.zoo import opaque as opaque
 

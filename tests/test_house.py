@@ -202,7 +202,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3765,
     "output": 1149,
-    "pullback": 4724,
+    "pullbacks": 4724,
     "rules": 1563,
     "solve": 246,
     "step": 1010,

@@ -21,7 +21,7 @@ NAMESPACES = (
     "natgrad.optim",
     "natgrad.output",
     "natgrad.pde",
-    "natgrad.pullback",
+    "natgrad.pullbacks",
     "natgrad.rules",
     "natgrad.solve",
     "natgrad.step",

@@ -14,7 +14,7 @@ from natgrad.lanczos import SpectralDensity, spectral_density
 from natgrad.model import Inputs, Model
 from natgrad.output.losses import Criterion
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.pullback import MEMORY, pullback
+from natgrad.pullbacks.pullback import MEMORY, pullback
 
 
 @final

@@ -29,7 +29,7 @@ from natgrad.linalg import eigh, svd, svdvals
 from natgrad.model import Inputs, Model, map_tensors
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
-from natgrad.pullback.pullback import Pullback, pullback, root_at
+from natgrad.pullbacks.pullback import Pullback, pullback, root_at
 
 _log = logging.getLogger("natgrad")
 

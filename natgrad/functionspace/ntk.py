@@ -19,11 +19,11 @@ from natgrad.linalg import check_finite
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model, check_slots, tensors_of
 from natgrad.output.metric import Euclidean
-from natgrad.pullback.chunks import check_independent, examples, separable
-from natgrad.pullback.factors import Factors
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import MEMORY, Observer
-from natgrad.pullback.pullback import layers_of as layers_of_model
+from natgrad.pullbacks.chunks import check_independent, examples, separable
+from natgrad.pullbacks.factors import Factors
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import MEMORY, Observer
+from natgrad.pullbacks.pullback import layers_of as layers_of_model
 from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import index_of, name_of
 from natgrad.structures.kernel import Kernel, KernelOperator

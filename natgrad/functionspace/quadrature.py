@@ -15,7 +15,7 @@ from natgrad.errors import MemoryBoundError
 from natgrad.linalg import check_finite, check_positive, gauss_rule
 from natgrad.model import Inputs
 from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
-from natgrad.pullback.pullback import Pullback, pullback
+from natgrad.pullbacks.pullback import Pullback, pullback
 from natgrad.structures.implicit import Implicit
 
 _log = logging.getLogger("natgrad")

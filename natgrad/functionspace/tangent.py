@@ -22,7 +22,7 @@ from natgrad.linalg import check_damping, check_finite, eigh, svd
 from natgrad.log import listed
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
-from natgrad.pullback.pullback import MEMORY, Observer, Pullback, layers_of
+from natgrad.pullbacks.pullback import MEMORY, Observer, Pullback, layers_of
 from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
 

@@ -21,7 +21,7 @@ from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.linalg import check_damping
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots, check_types
-from natgrad.pullback.pullback import MEMORY, Pullback
+from natgrad.pullbacks.pullback import MEMORY, Pullback
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import ResidualSpace, Step, StepContext, StepRule
 from natgrad.step.line_search import GeodesicSearch

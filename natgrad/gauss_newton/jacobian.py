@@ -14,7 +14,7 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError, MemoryBoundError, SingularMetricError
 from natgrad.linalg import check_finite, check_positive, eigh, eigvalsh, svd
-from natgrad.pullback.pullback import Pullback
+from natgrad.pullbacks.pullback import Pullback
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Layout, Operator, Structure, averaged

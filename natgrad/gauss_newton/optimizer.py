@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from natgrad.gauss_newton.engine import LeastSquares, Record
 from natgrad.gauss_newton.residuals import Residuals
 from natgrad.geometry import Vector
-from natgrad.pullback.pullback import MEMORY
+from natgrad.pullbacks.pullback import MEMORY
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import StepRule
 from natgrad.structures.base import Structure

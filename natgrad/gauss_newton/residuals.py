@@ -17,7 +17,7 @@ from natgrad.linalg import check_finite
 from natgrad.log import listed
 from natgrad.model import NETWORK_CHILD, Model, check_types, plain_name, tensors_of
 from natgrad.output.metric import Euclidean
-from natgrad.pullback.pullback import Batch, Observer, Pullback, layers_of
+from natgrad.pullbacks.pullback import Batch, Observer, Pullback, layers_of
 from natgrad.residual_check import flat_activations, refuse_pairs
 
 Points: TypeAlias = Tensor | tuple[Tensor, ...] | None

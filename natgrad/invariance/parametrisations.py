@@ -15,7 +15,7 @@ from natgrad.model import Inputs, Model
 from natgrad.natural import natural_gradient
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric
-from natgrad.pullback.pullback import pullback
+from natgrad.pullbacks.pullback import pullback
 from natgrad.solve.solvers import Pinv, Solver
 from natgrad.structures.base import Structure
 from natgrad.structures.kernel import Kernel

@@ -19,7 +19,7 @@ from natgrad.linalg import eigvalsh, newton
 from natgrad.mirror.potentials import Potential, checked_square, dense, flattened, scaled_cholesky
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.pullback import pullback
+from natgrad.pullbacks.pullback import pullback
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense

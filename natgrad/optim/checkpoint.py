@@ -22,8 +22,8 @@ from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping, like
 from natgrad.output.losses import TermLoss, described
-from natgrad.pullback.layer import Block
-from natgrad.pullback.operation_layers import loaded, with_layers
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.operation_layers import loaded, with_layers
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 from natgrad.structures.identity import constant
 

@@ -24,7 +24,7 @@ from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.modules import active_ddp, in_join
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.linalg import Damping
-from natgrad.pullback.layer import Block
+from natgrad.pullbacks.layer import Block
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator
 

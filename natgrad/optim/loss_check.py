@@ -24,7 +24,7 @@ from natgrad.optim.module_hooks import LossHook, attach_hook
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
 from natgrad.output.metric import DerivedMetric, OutputMetric
-from natgrad.pullback.graph import nodes
+from natgrad.pullbacks.graph import nodes
 
 _log = logging.getLogger("natgrad")
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}

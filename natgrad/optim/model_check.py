@@ -21,7 +21,7 @@ from natgrad.accelerate.modules import (
 from natgrad.errors import NatgradError
 from natgrad.log import OnceLogger, listed
 from natgrad.model import Model, any_compiled, plain_name
-from natgrad.pullback.layer import Block
+from natgrad.pullbacks.layer import Block
 
 
 @final

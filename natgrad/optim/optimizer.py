@@ -44,7 +44,7 @@ from natgrad.optim.update import (
 )
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.pullback import MEMORY, Observer, layers_of
+from natgrad.pullbacks.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule

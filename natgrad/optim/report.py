@@ -17,8 +17,8 @@ from natgrad.linalg import Damping, Relative
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import like
-from natgrad.pullback.layer import Block
-from natgrad.pullback.operation_layers import is_operation
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.operation_layers import is_operation
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
 from natgrad.structures.base import Cost, LayerSpectrum

@@ -50,10 +50,10 @@ from natgrad.optim.model_check import ModelCheck
 from natgrad.optim.module_hooks import LossHook, ModuleHook, attach_hook
 from natgrad.output.fisher import Fisher
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.chunks import check_inputs
-from natgrad.pullback.gradient import GradientSample
-from natgrad.pullback.pullback import Batch, NoRuleError, Observer, OperationsNeededError, Pullback
-from natgrad.pullback.tape import Recorder, Tape
+from natgrad.pullbacks.chunks import check_inputs
+from natgrad.pullbacks.gradient import GradientSample
+from natgrad.pullbacks.pullback import Batch, NoRuleError, Observer, OperationsNeededError, Pullback
+from natgrad.pullbacks.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import BackwardEstimate, Operator
 from natgrad.structures.identity import constant

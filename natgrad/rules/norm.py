@@ -216,8 +216,8 @@ class ChannelNormRule(NormRule):
 class BatchNormRule(ChannelNormRule):
     """z = γ (x − μ)/√(σ² + ε) + β with the statistics of the batch in training mode, else the running ones.
 
-    The statistics of the batch count as constants (``natgrad.pullback.batch_norm``). Shapes: input [n c *spatial] gives
-    a [n r c 2], output cotangents [k n c *spatial] give g [k n r c 1].
+    The statistics of the batch count as constants (``natgrad.pullbacks.batch_norm``). Shapes: input [n c *spatial]
+    gives a [n r c 2], output cotangents [k n c *spatial] give g [k n r c 1].
     """
 
     def covers(self, module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.pullback import Batch, Pullback, at, pullback
+from natgrad.pullbacks.pullback import Batch, Pullback, at, pullback
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.dense import Dense
 

@@ -29,9 +29,9 @@ from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundErr
 from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import Damping, Relative, check_power
 from natgrad.model import Model
-from natgrad.pullback.gradient import GradientSample
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullbacks.gradient import GradientSample
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback, without_autocast
 
 NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
 

@@ -29,10 +29,10 @@ from natgrad.linalg import (
     without_rounding,
 )
 from natgrad.model import Model
-from natgrad.pullback.factors import cross
-from natgrad.pullback.gradient import GradientSample
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullbacks.factors import cross
+from natgrad.pullbacks.gradient import GradientSample
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, StateError, Structure, Subset
 
 _CHOLESKY, _ROOT, _POWER = "cholesky/", "root/", "power/"  # prefixes of the tensors of an inverse

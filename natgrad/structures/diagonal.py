@@ -22,9 +22,9 @@ from natgrad.linalg import (
     refuse_singular,
 )
 from natgrad.model import Model
-from natgrad.pullback.gradient import GradientSample
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullbacks.gradient import GradientSample
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
 
 _WHAT = "the diagonal metric"

@@ -20,12 +20,12 @@ from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.accelerate.temporaries import ROWS, at_once
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
-from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.gradient import GradientSample, gradient_factors, squared_gradients, stream_gradient
-from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import factors_of, passes, second_moments
-from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.pullback.tape import Cotangents, Tape
+from natgrad.pullbacks.factors import Factors, Squares
+from natgrad.pullbacks.gradient import GradientSample, gradient_factors, squared_gradients, stream_gradient
+from natgrad.pullbacks.layer import Block, Tied
+from natgrad.pullbacks.moments import factors_of, passes, second_moments
+from natgrad.pullbacks.pullback import Pullback, without_autocast
+from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.factor_average import FactorAverage

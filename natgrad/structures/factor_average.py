@@ -12,7 +12,7 @@ from natgrad.accelerate.averages import PendingAverages
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import NonFiniteError
-from natgrad.pullback.layer_factors import FactorSink, Side
+from natgrad.pullbacks.layer_factors import FactorSink, Side
 from natgrad.rules.features import Moment
 from natgrad.structures.layered import LayerOperator, group_weights
 

@@ -19,8 +19,8 @@ from natgrad.isolation import unfused
 from natgrad.linalg import Damping
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Model
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import DenseOperator
 

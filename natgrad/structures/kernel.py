@@ -29,9 +29,9 @@ from natgrad.linalg import (
     without_rounding,
 )
 from natgrad.model import Model
-from natgrad.pullback.factors import Factors
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullbacks.factors import Factors
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, Structure
 
 _REFINED = 2  # steps of iterative refinement

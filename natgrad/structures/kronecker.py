@@ -44,16 +44,16 @@ from natgrad.errors import IncompatibleError
 from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
-from natgrad.pullback.backward import BackwardHooks
-from natgrad.pullback.captured_factors import CapturedKernels, kernels_of
-from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
-from natgrad.pullback.layer import Block
-from natgrad.pullback.layer_factors import EagerKernels, FactorList, FactorSink, LayerFactors, several_positions
-from natgrad.pullback.moments import factors_of, stream
-from natgrad.pullback.nearest import NearestProduct, RootCheck
-from natgrad.pullback.operation_layers import is_operation, with_layers
-from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.pullback.tape import Cotangents
+from natgrad.pullbacks.backward import BackwardHooks
+from natgrad.pullbacks.captured_factors import CapturedKernels, kernels_of
+from natgrad.pullbacks.gradient import GradientSample, gradient_factors, stream_gradient
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.layer_factors import EagerKernels, FactorList, FactorSink, LayerFactors, several_positions
+from natgrad.pullbacks.moments import factors_of, stream
+from natgrad.pullbacks.nearest import NearestProduct, RootCheck
+from natgrad.pullbacks.operation_layers import is_operation, with_layers
+from natgrad.pullbacks.pullback import Pullback, without_autocast
+from natgrad.pullbacks.tape import Cotangents
 from natgrad.structures.base import (
     BackwardEstimate,
     Cost,
@@ -121,7 +121,7 @@ class Kronecker(Layered):
     ⊗ A, but its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) is not a Kronecker product. This is logged once; ``strict`` allows it.
 
     An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
-    trace and partial traces are those of the sum of the two (``natgrad.pullback.layer``).
+    trace and partial traces are those of the sum of the two (``natgrad.pullbacks.layer``).
 
     In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass, also
     to parameters without a rule, which are differentiated in its own graph.

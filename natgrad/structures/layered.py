@@ -59,12 +59,12 @@ from natgrad.linalg import (
 )
 from natgrad.log import listed
 from natgrad.model import Model, check_slots, check_types
-from natgrad.pullback.factors import Factors, slices
-from natgrad.pullback.gradient import GradientSample, matrices
-from natgrad.pullback.layer import Block
-from natgrad.pullback.operation_layers import is_operation
-from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.pullback.sharing import LARGEST, Sharing
+from natgrad.pullbacks.factors import Factors, slices
+from natgrad.pullbacks.gradient import GradientSample, matrices
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.operation_layers import is_operation
+from natgrad.pullbacks.pullback import Pullback, without_autocast
+from natgrad.pullbacks.sharing import LARGEST, Sharing
 from natgrad.structures.base import (
     FALLBACK,
     Cost,

@@ -13,8 +13,8 @@ from typing_extensions import Self
 from natgrad.accelerate.roots import spectrum
 from natgrad.linalg import Damping, Relative, check_finite, check_power, cholesky, inverse_powered, refuse_singular
 from natgrad.model import Model
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import CholeskyInverse, Dense, restored_inverse
 from natgrad.structures.kernel import Kernel

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from natgrad.linalg import check_finite, svd
 from natgrad.model import Model
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Layout, Operator, Structure
 from natgrad.structures.implicit import Implicit
 from natgrad.structures.low_rank import LowRankOperator

@@ -11,9 +11,9 @@ from torch import Tensor
 from natgrad.errors import IncompatibleError
 from natgrad.linalg import is_number
 from natgrad.model import Model, check_slots, check_types
-from natgrad.pullback.gradient import GradientSample
-from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import Pullback
+from natgrad.pullbacks.gradient import GradientSample
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.pullback import Pullback
 from natgrad.structures.base import Operator, Structure
 
 _EVERY_STEP = 16  # steps in which an early schedule estimates the metric every time

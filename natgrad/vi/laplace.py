@@ -24,8 +24,8 @@ from natgrad.model import Inputs, Model, check_slots, check_types
 from natgrad.output.fisher import Fisher
 from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
-from natgrad.pullback.chunks import check_independent, examples, separable
-from natgrad.pullback.pullback import LoaderPullback, Observer, Pullback, layers_of
+from natgrad.pullbacks.chunks import check_independent, examples, separable
+from natgrad.pullbacks.pullback import LoaderPullback, Observer, Pullback, layers_of
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure

@@ -27,8 +27,8 @@ from natgrad.optim.checkpoint import (
 from natgrad.optim.state_layout import renamed
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
-from natgrad.pullback.operation_layers import loaded, with_layers
-from natgrad.pullback.pullback import Observer, layers_of
+from natgrad.pullbacks.operation_layers import loaded, with_layers
+from natgrad.pullbacks.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.vi.laplace import check_precision, draw, outputs_at

@@ -22,7 +22,7 @@ from natgrad.functionspace import (
     ntk,
 )
 from natgrad.functionspace.ntk import layer_gram
-from natgrad.pullback import Factors
+from natgrad.pullbacks import Factors
 from tests import memory, oracle, zoo
 from tests.functionspace.tangents import EVERY, KERNEL, dense, framed, network
 from tests.golden import agrees, golden, tensor

@@ -15,7 +15,7 @@ import natgrad as ng
 from natgrad.errors import IncompatibleError
 from natgrad.model import Model
 from natgrad.optim.distributed import shares
-from natgrad.pullback.pullback import layers_of
+from natgrad.pullbacks.pullback import layers_of
 from tests.optim import ranks
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import natgrad as ng
 from natgrad.accelerate import moments
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
-from natgrad.pullback import coupling
+from natgrad.pullbacks import coupling
 from natgrad.structures.base import BackwardEstimate
 from tests.optim.states import Net
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.operators import KroneckerOperator
-from natgrad.pullback.operation_layers import EntriesRule, ParameterGroup
+from natgrad.pullbacks.operation_layers import EntriesRule, ParameterGroup
 from tests import oracle, zoo
 from tests.optim.tasks import resumes
 from tests.pulled import check_rows, close, covered, normal, oracle_rows, pull, random_roots, rows

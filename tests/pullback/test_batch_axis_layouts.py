@@ -14,9 +14,9 @@ import natgrad as ng
 from natgrad.accelerate.moments import rows as leading_rows
 from natgrad.model import Model
 from natgrad.operators import Operator
-from natgrad.pullback.graph import BatchAxis
-from natgrad.pullback.pullback import Batch, Observer, layers_of
-from natgrad.pullback.tape import record
+from natgrad.pullbacks.graph import BatchAxis
+from natgrad.pullbacks.pullback import Batch, Observer, layers_of
+from natgrad.pullbacks.tape import record
 from natgrad.rules import EmbeddingRule
 from natgrad.structures import Structure
 from tests import oracle, zoo

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.pullback import Batch, Observer, layers_of
+from natgrad.pullbacks.pullback import Batch, Observer, layers_of
 from tests.oracle import flatten
 from tests.pulled import close, normal
 

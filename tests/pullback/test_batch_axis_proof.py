@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from natgrad.pullback.batch_axis import prove_batch_axes
-from natgrad.pullback.graph import BatchAxis
+from natgrad.pullbacks.batch_axis import prove_batch_axes
+from natgrad.pullbacks.graph import BatchAxis
 from tests.pulled import normal
 
 N, T, D, H = 5, 4, 6, 2

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, layers_of
-from natgrad.pullback.tape import Recorder
+from natgrad.pullbacks.pullback import Batch, Observer, OperationsNeededError, layers_of
+from natgrad.pullbacks.tape import Recorder
 from tests import zoo
 from tests.pulled import Rooted, close, covered, normal, oracle_rows, rows
 

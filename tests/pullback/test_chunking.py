@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import natgrad as ng
 from natgrad.errors import MemoryBoundError
-from natgrad.pullback import Factors
+from natgrad.pullbacks import Factors
 from natgrad.structures import Structure
 from tests import zoo
 from tests.pulled import close, normal, pull, random_roots

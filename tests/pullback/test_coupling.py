@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.output.metric import Coupling
-from natgrad.pullback.coupling import Mixing, root_of, traces
-from natgrad.pullback.factors import Factors
-from natgrad.pullback.sharing import Sharing
+from natgrad.pullbacks.coupling import Mixing, root_of, traces
+from natgrad.pullbacks.factors import Factors
+from natgrad.pullbacks.sharing import Sharing
 from natgrad.rules.features import DenseFeatures, mix_examples
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
@@ -143,7 +143,7 @@ def test_projections_of_inputs_need_no_patches(name: str, subset: str) -> None:
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces of layers of any size are estimated from random signs."""
-    module = importlib.import_module("natgrad.pullback.coupling")
+    module = importlib.import_module("natgrad.pullbacks.coupling")
     monkeypatch.setattr(module, "PROBED", 0)
     monkeypatch.setattr(module, "pairs_pay", lambda *sizes: False)
 

@@ -11,8 +11,8 @@ import natgrad as ng
 from natgrad.functionspace import Quadrature, Weighted
 from natgrad.model import map_tensors
 from natgrad.output.metric import Coupling
-from natgrad.pullback.coupling import Weights
-from natgrad.pullback.moments import coupled_by
+from natgrad.pullbacks.coupling import Weights
+from natgrad.pullbacks.moments import coupled_by
 from natgrad.structures.layered import Layered
 from tests import zoo
 from tests.golden import tensor

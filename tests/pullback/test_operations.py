@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.pullback.operation_layers import EntriesRule, Owners, ProductRule, owners_of, probes
-from natgrad.pullback.operations import OperationRecorder, missed
+from natgrad.pullbacks.operation_layers import EntriesRule, Owners, ProductRule, owners_of, probes
+from natgrad.pullbacks.operations import OperationRecorder, missed
 from tests.pulled import Rooted, close, normal, opaque, rows
 
 Run = Callable[..., Tensor]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.pullback.operation_layers import EntriesRule
+from natgrad.pullbacks.operation_layers import EntriesRule
 from natgrad.rules import EmbeddingRule
 from tests import zoo
 from tests.pulled import close, oracle_rows, pull, random_roots, rows

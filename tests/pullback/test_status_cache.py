@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.batch_axis import StatusCache
-from natgrad.pullback.pullback import Batch, Observer, layers_of
-from natgrad.pullback.tape import record
+from natgrad.pullbacks.batch_axis import StatusCache
+from natgrad.pullbacks.pullback import Batch, Observer, layers_of
+from natgrad.pullbacks.tape import record
 
 
 class Written(nn.Module):

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.model import Model
-from natgrad.pullback.backward import stream_cotangents
-from natgrad.pullback.layer_factors import FactorList, LayerFactors
-from natgrad.pullback.moments import factors_of
-from natgrad.pullback.pullback import layers_of
-from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import Cotangents, record
+from natgrad.pullbacks.backward import stream_cotangents
+from natgrad.pullbacks.layer_factors import FactorList, LayerFactors
+from natgrad.pullbacks.moments import factors_of
+from natgrad.pullbacks.pullback import layers_of
+from natgrad.pullbacks.sharing import Sharing
+from natgrad.pullbacks.tape import Cotangents, record
 from tests import kronecker_oracle, zoo
 from tests.pulled import close, normal, oracle_rows, pull, random_roots
 

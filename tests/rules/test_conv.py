@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.pullback import layers_of
-from natgrad.pullback.tape import record
+from natgrad.pullbacks.pullback import layers_of
+from natgrad.pullbacks.tape import record
 from natgrad.rules import Moment
 from natgrad.rules.base import cotangent_features, input_features
 from tests import zoo

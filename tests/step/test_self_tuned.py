@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.pullback import Batch
+from natgrad.pullbacks.pullback import Batch
 from natgrad.step.queries import quadratic_forms
 from tests import oracle
 from tests.optim.tasks import Scalar, half_square, seeded, task

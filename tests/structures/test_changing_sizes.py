@@ -12,8 +12,8 @@ import natgrad as ng
 from natgrad.accelerate import moments, replay
 from natgrad.accelerate.replay import GraphCache
 from natgrad.model import Model
-from natgrad.pullback import coupling
-from natgrad.pullback.pullback import Observer
+from natgrad.pullbacks import coupling
+from natgrad.pullbacks.pullback import Observer
 from natgrad.rules import RULES
 from natgrad.structures import factor_average
 from tests.accelerate.eager_graphs import EagerGraphs

@@ -15,7 +15,7 @@ from natgrad.errors import IncompatibleError
 from natgrad.linalg import Damping
 from natgrad.model import Model
 from natgrad.operators import Inverse, Layout, Operator
-from natgrad.pullback.layer import Block
+from natgrad.pullbacks.layer import Block
 from natgrad.structures import Structure
 from tests.optim.states import whole
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from natgrad.errors import NonFiniteError, SingularMetricError
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.operators import KernelOperator, Layout
-from natgrad.pullback.factors import Factors
-from natgrad.pullback.layer import Block, ParameterSlice
+from natgrad.pullbacks.factors import Factors
+from natgrad.pullbacks.layer import Block, ParameterSlice
 from natgrad.structures.kernel import PushThrough
 from tests.pulled import close, normal
 

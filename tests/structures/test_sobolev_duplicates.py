@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import MemoryBoundError
 from natgrad.functionspace import SobolevKernel, TangentSpace
-from natgrad.pullback.pullback import layers_of
+from natgrad.pullbacks.pullback import layers_of
 from natgrad.solve import Solver
 from natgrad.structures import Structure
 from tests import oracle

@@ -5,7 +5,7 @@ KL(N(0, G) ‖ N(0, S ⊗ A)), with G = E[vec(∇) vec(∇)ᵀ] of matrices ∇ 
 
     S = E[∇ A⁻¹ ∇ᵀ]/i,   A = E[∇ᵀ S⁻¹ ∇]/o.
 
-A step takes the inverses of the last refresh, as roots: ∇A⁻¹∇ᵀ is the square of ∇A^-½ (``natgrad.pullback.gradient``).
+A step takes the inverses of the last refresh, as roots: ∇A⁻¹∇ᵀ is the square of ∇A^-½ (``natgrad.pullbacks.gradient``).
 The roots are damped, and scaled so that tr(A A⁻¹) is i. Then the scale of S ⊗ A does not move from one factor into the
 other.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import SymFactor, diagonal, stacked
-from natgrad.pullback.layer import Block
+from natgrad.pullbacks.layer import Block
 
 
 @final

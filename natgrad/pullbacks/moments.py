@@ -15,11 +15,11 @@ from torch import Tensor
 
 from natgrad.accelerate.moments import nonzero_rows
 from natgrad.errors import IncompatibleError
-from natgrad.pullback.backward import stream_cotangents
-from natgrad.pullback.captured_factors import kernels_of
-from natgrad.pullback.coupling import Mixing, Weights, at_fixed_address
-from natgrad.pullback.layer import Block, joined
-from natgrad.pullback.layer_factors import (
+from natgrad.pullbacks.backward import stream_cotangents
+from natgrad.pullbacks.captured_factors import kernels_of
+from natgrad.pullbacks.coupling import Mixing, Weights, at_fixed_address
+from natgrad.pullbacks.layer import Block, joined
+from natgrad.pullbacks.layer_factors import (
     FactorList,
     FactorMoments,
     FactorSink,
@@ -28,10 +28,10 @@ from natgrad.pullback.layer_factors import (
     any_of,
     several_positions,
 )
-from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import Cotangents, Tape
-from natgrad.pullback.visible_positions import VisiblePositions
+from natgrad.pullbacks.pullback import Pullback
+from natgrad.pullbacks.sharing import Sharing
+from natgrad.pullbacks.tape import Cotangents, Tape
+from natgrad.pullbacks.visible_positions import VisiblePositions
 from natgrad.rules.features import Moment
 
 # All layers at once, chunk by chunk over examples and roots.

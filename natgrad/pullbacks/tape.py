@@ -23,10 +23,10 @@ from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_
 from natgrad.accelerate.vjp import pulled
 from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, refuse_nested, tensors_of
-from natgrad.pullback.batch_norm import NormMode, Statistics, refuse_unknown, shows_output, uses_batch
-from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
-from natgrad.pullback.layer import Block
-from natgrad.pullback.operations import Operation, OperationRecorder
+from natgrad.pullbacks.batch_norm import NormMode, Statistics, refuse_unknown, shows_output, uses_batch
+from natgrad.pullbacks.graph import BatchAxis, leaf_uses, nodes
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.operations import Operation, OperationRecorder
 from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
 from natgrad.rules.features import DenseFeatures, Features, Joined
 

@@ -12,8 +12,8 @@ from natgrad.accelerate.devices import is_asynchronous, outside_inference_mode
 from natgrad.errors import BatchStatisticsError
 from natgrad.log import OnceLogger
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
-from natgrad.pullback.neighbours import number_examples
-from natgrad.pullback.tape import Tape
+from natgrad.pullbacks.neighbours import number_examples
+from natgrad.pullbacks.tape import Tape
 
 # Whether examples give the same outputs in batches of different sizes, to rounding.
 

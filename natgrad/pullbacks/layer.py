@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.autograd_nodes import is_view_of
 from natgrad.model import Model
-from natgrad.pullback.factors import Factors, slices
+from natgrad.pullbacks.factors import Factors, slices
 from natgrad.rules.base import Keys, Rule, check_packing, trainable
 
 

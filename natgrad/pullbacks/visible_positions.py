@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import can_read
-from natgrad.pullback.backward import stream_cotangents
-from natgrad.pullback.coupling import at_fixed_address
-from natgrad.pullback.graph import nodes
-from natgrad.pullback.layer import Block
-from natgrad.pullback.operation_layers import is_operation
-from natgrad.pullback.tape import Cotangents, Tape
+from natgrad.pullbacks.backward import stream_cotangents
+from natgrad.pullbacks.coupling import at_fixed_address
+from natgrad.pullbacks.graph import nodes
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.operation_layers import is_operation
+from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 
 Grads: TypeAlias = tuple[Tensor | None, ...]

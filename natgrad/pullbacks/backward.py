@@ -15,8 +15,8 @@ from natgrad.accelerate.devices import refuse_compiled_backward
 from natgrad.accelerate.modules import uncompiled
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
-from natgrad.pullback.layer import Block
-from natgrad.pullback.tape import Cotangents, Tape
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.base import Replayed, cotangent_features
 from natgrad.rules.features import Features
 

@@ -26,9 +26,9 @@ from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import pulled
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.pullback.layer import Block, Facet, ParameterSlice
-from natgrad.pullback.operations import Operand, Operation, missed
-from natgrad.pullback.tape import Ruled, Tape, Use
+from natgrad.pullbacks.layer import Block, Facet, ParameterSlice
+from natgrad.pullbacks.operations import Operand, Operation, missed
+from natgrad.pullbacks.tape import Ruled, Tape, Use
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, OneHot, Rows
 

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from natgrad.accelerate.autograd_nodes import argument, output_shape
-from natgrad.pullback.graph import nodes
-from natgrad.pullback.tape import Tape, Use
+from natgrad.pullbacks.graph import nodes
+from natgrad.pullbacks.tape import Tape, Use
 from natgrad.rules.embedding import EmbeddingRule
 
 # Of a tensor without examples these keep the order of the elements, and all of them.

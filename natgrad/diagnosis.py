@@ -14,7 +14,7 @@ from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.lanczos import SpectralDensity, residual, spectral_density
 from natgrad.linalg import eigh, range_rounding
 from natgrad.model import Model, check_slots, map_tensors
-from natgrad.pullback.pullback import Observer, Pullback, at, layers_of
+from natgrad.pullbacks.pullback import Observer, Pullback, at, layers_of
 from natgrad.structures.base import Layout
 from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit

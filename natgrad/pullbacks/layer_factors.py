@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.replay import Scalar
-from natgrad.pullback.coupling import Mixing, Weights
-from natgrad.pullback.layer import Block, joined
-from natgrad.pullback.operation_layers import is_operation
-from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import Cotangents, Tape
-from natgrad.pullback.visible_positions import VisiblePositions, has_several, reached
+from natgrad.pullbacks.coupling import Mixing, Weights
+from natgrad.pullbacks.layer import Block, joined
+from natgrad.pullbacks.operation_layers import is_operation
+from natgrad.pullbacks.sharing import Sharing
+from natgrad.pullbacks.tape import Cotangents, Tape
+from natgrad.pullbacks.visible_positions import VisiblePositions, has_several, reached
 from natgrad.rules.base import Replayed
 from natgrad.rules.features import Features, Moment
 

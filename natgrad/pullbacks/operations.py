@@ -33,7 +33,7 @@ from natgrad.accelerate.autograd_nodes import VIEWS
 from natgrad.accelerate.dispatch import OperationMode, base, storage, version
 from natgrad.accelerate.patches import Axis, patches
 from natgrad.errors import NatgradError
-from natgrad.pullback.graph import leaf_below, nodes
+from natgrad.pullbacks.graph import leaf_below, nodes
 
 Roles: TypeAlias = tuple[str, ...]  # what every axis of an operand is: "c", "o", "i", two of them, or "" if expanded
 Map: TypeAlias = Callable[[Tensor], Tensor]

@@ -14,10 +14,10 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.temporaries import CHUNK_BYTES
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model, map_tensors, refuse_nested, tensors_of
-from natgrad.pullback.layer import Block
-from natgrad.pullback.neighbours import number_examples
-from natgrad.pullback.rows import agree
-from natgrad.pullback.tape import Tape, TapeOverflow, activations, record
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.neighbours import number_examples
+from natgrad.pullbacks.rows import agree
+from natgrad.pullbacks.tape import Tape, TapeOverflow, activations, record
 
 ExampleRange: TypeAlias = tuple[int, int]  # examples start to stop
 _EXPANSION = 64  # outputs of a layer over inputs of the model, at the most, before memory is looked after

@@ -6,7 +6,7 @@ The entries k (offsets of a convolution) are groups c of W [c o i] that share th
 S is the mean of g², and so is that of A: S ⊗ A has the scale of the square of g gᵀ. A step of a given size
 (``Normalised``, ``Polar``) does not depend on it.
 
-The product that is nearest to g gᵀ in KL divergence has its scale (``natgrad.pullback.nearest``; Lin et al. 2025):
+The product that is nearest to g gᵀ in KL divergence has its scale (``natgrad.pullbacks.nearest``; Lin et al. 2025):
 
     S ← Σ_k G_k A⁻¹ G_kᵀ/(i·k),   A ← Σ_k G_kᵀ S⁻¹ G_k/(o·k)     with the inverses of the last refresh.
 
@@ -28,9 +28,9 @@ from natgrad.accelerate.averages import gram
 from natgrad.accelerate.inverses import layers_at_once, stacked
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
-from natgrad.pullback.layer import Block
-from natgrad.pullback.layer_factors import FactorList, FactorSink
-from natgrad.pullback.nearest import NearestProduct
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.layer_factors import FactorList, FactorSink
+from natgrad.pullbacks.nearest import NearestProduct
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Features, Moment
 

@@ -23,15 +23,15 @@ from natgrad.accelerate.autograd_nodes import VIEWS, WRITTEN_VIEW, output_shape
 from natgrad.errors import BatchStatisticsError, NonFiniteError, UncoveredError
 from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, plain_name, tensors_of
-from natgrad.pullback.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, size_pattern, survey
-from natgrad.pullback.layer import Block
-from natgrad.pullback.tape import Tape, Use
+from natgrad.pullbacks.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, size_pattern, survey
+from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.tape import Tape, Use
 from natgrad.rules.base import Replayed, cotangent_features, replaying
 
 # The batch axis, proven from the operations alone.
 #
 # Outputs y [n *out] have their batch axis first. Going down from y, every operation says on which axis of its arguments
-# the batch lies (``natgrad.pullback.graph``): an entry of example n there changes the output of example n only. A node
+# the batch lies (``natgrad.pullbacks.graph``): an entry of example n there changes the output of example n only. A node
 # is proven if all paths from y to it agree. A module that hides its layers (a fused recurrence, attention) is passed
 # over, from its output to its input: its rule says that it does not mix examples.
 

@@ -24,8 +24,8 @@ from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, batches_of, check_slots, map_tensors, tensors_of
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullback.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
-from natgrad.pullback.chunks import (
+from natgrad.pullbacks.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
+from natgrad.pullbacks.chunks import (
     ExampleRange,
     check_independent,
     check_inputs,
@@ -36,13 +36,13 @@ from natgrad.pullback.chunks import (
     ranges,
     separable,
 )
-from natgrad.pullback.coupling import root_of
-from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.layer import Block, Tied, formed, partition
-from natgrad.pullback.operation_layers import OperationLayers, is_operation
-from natgrad.pullback.position_tables import over_examples
-from natgrad.pullback.rows import rows
-from natgrad.pullback.tape import Cotangents, Tape, record
+from natgrad.pullbacks.coupling import root_of
+from natgrad.pullbacks.factors import Factors, Squares
+from natgrad.pullbacks.layer import Block, Tied, formed, partition
+from natgrad.pullbacks.operation_layers import OperationLayers, is_operation
+from natgrad.pullbacks.position_tables import over_examples
+from natgrad.pullbacks.rows import rows
+from natgrad.pullbacks.tape import Cotangents, Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
 

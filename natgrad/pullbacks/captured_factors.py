@@ -18,8 +18,8 @@ from natgrad.accelerate.modules import buffers_of
 from natgrad.accelerate.moments import rows, rows_and_mask
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.model import tensors_of
-from natgrad.pullback.coupling import at_fixed_address
-from natgrad.pullback.layer_factors import (
+from natgrad.pullbacks.coupling import at_fixed_address
+from natgrad.pullbacks.layer_factors import (
     EagerKernels,
     FactorSink,
     LayerFactors,
@@ -28,7 +28,7 @@ from natgrad.pullback.layer_factors import (
     any_of,
     forgetting,
 )
-from natgrad.pullback.tape import Cotangents, Tape, Use
+from natgrad.pullbacks.tape import Cotangents, Tape, Use
 
 
 def kernels_of(

@@ -7,7 +7,7 @@ from typing import Literal, final
 
 from torch import Tensor
 
-from natgrad.pullback.layer import Block
+from natgrad.pullbacks.layer import Block
 from natgrad.rules.features import Features, Moment
 
 LARGEST = 16384  # rows of a factor that is kept whole: 1 GiB in single precision
