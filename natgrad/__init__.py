@@ -71,7 +71,6 @@ from natgrad.pullbacks import pullback as pullback
 from natgrad.solve import CG as CG
 from natgrad.solve import Cholesky as Cholesky
 from natgrad.solve import Factored as Factored
-from natgrad.solve import Newton as Newton
 from natgrad.solve import Pinv as Pinv
 from natgrad.step import Armijo as Armijo
 from natgrad.step import BackProjection as BackProjection

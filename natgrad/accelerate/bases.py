@@ -27,7 +27,6 @@ from natgrad.accelerate.roots import Precision, products_in, residual_of, suited
 
 Factorisation: TypeAlias = Literal["auto", "householder", "cholesky"]
 
-_STACKS = 1  # for one of a root by products
 _CHUNK_BYTES = 2**27  # of matrices that are factored side by side; a dozen times as much is held besides
 _LEAF = 128  # rows of a Cholesky factorisation by the library; larger blocks are multiplied
 _ROUNDING = 16  # times the precision and the largest column of FQ: τ
@@ -52,7 +51,7 @@ def followed_all(
              [1., 0.]]])], tensor(0.))
     """
     out, failures = list(bases), list[Tensor]()
-    by_size = batch_by_size(factors, lambda d: _STACKS, roots=True)
+    by_size = batch_by_size(factors, roots=True)
     chunks = [[batch] for batch in by_size]
     if bases and _by_cholesky(bases[0], method):
         chunks = _filled(by_size, [sum(factors[at].nbytes for at in batch) for batch in by_size])

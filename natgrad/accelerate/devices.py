@@ -101,12 +101,6 @@ def in_export() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait for the device."""
-    if is_asynchronous(device):
-        torch.cuda.synchronize(device)
-
-
 def can_read(t: Tensor) -> bool:
     """Whether the host may look at the values of ``t`` without waiting for a device, and there are values.
 
@@ -176,8 +170,3 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     if not autocasts(device):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def prefers_newton(t: Tensor) -> bool:
-    """Whether matrix products of such tensors are so fast that Newton's iteration beats a factorisation."""
-    return t.device.type == "cuda" and t.dtype != torch.float64

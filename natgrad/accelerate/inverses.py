@@ -40,7 +40,6 @@ _LAYER_BYTES = 2**26, 2**22  # of layers that are solved at once: products of on
 _LARGE = 1024  # rows, from which products are faster on a GPU than the many small kernels of a triangular solve
 _CAPTURED = 2048  # rows, from which the kernels take longer than their launches, and a graph would hold much memory
 _ROOT = 2048  # rows, from which triangular solves on a CPU are as fast as products with an inverse
-_NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
 _ROOTS_BATCHED = 2048  # rows, as above, for roots by products on a GPU, which one matrix leaves half idle
 _ROOTS_BYTES = 2**28
 _SMALL = 256  # rows, up to which roots by products on a GPU take as long as their launches
@@ -232,15 +231,15 @@ def layers_at_once(device: torch.device, layer_bytes: int) -> int:
 
 def batch_by_size(
     factors: Sequence[Tensor],
-    stacks: Callable[[int], int] = lambda d: 1,
     *,
+    stacks: int = 1,
     roots: bool = False,
     padded: bool = False,
 ) -> list[list[int]]:
     """The positions of matrices [c d d] that are worked on at once: of one size, and as many as memory allows.
 
-    ``stacks``: how many stacks are held for matrices with d rows. ``roots``: they are for roots by products.
-    ``padded``: of nearly one size, ordered by it.
+    ``stacks``: how many stacks are held. ``roots``: they are for roots by products. ``padded``: of nearly one size,
+    ordered by it.
     """
     sizes = [factor.shape[-1] for factor in factors]
     common = _common_sizes(sizes) if padded else {d: d for d in sizes}
@@ -250,7 +249,7 @@ def batch_by_size(
         factor, d = factors[at], common[sizes[at]]
         nbytes = len(factor) * d * d * factor.element_size()
         used[d] = used.get(d, 0) + nbytes
-        if not batches[d] or used[d] * stacks(d) > batch_bytes(factor, roots=roots):
+        if not batches[d] or used[d] * stacks > batch_bytes(factor, roots=roots):
             batches[d].append([])
             used[d] = nbytes
         batches[d][-1].append(at)
@@ -452,97 +451,6 @@ def _join(U: Tensor, start: int, a: int, c: int, count: int) -> None:
     torch.baddbmm(B, A, torch.bmm(B, C), beta=0, alpha=-1, out=B)
 
 
-# Newton's iteration: matrix products only, from an inverse that is nearly right.
-
-
-_LONGEST = 64  # refreshes that are left to Cholesky after repeated failures
-
-
-@final
-class Newton:
-    """X ← X(2 − MX), ``steps`` times: the error E = 1 − MX is squared in every step (Schulz 1933).
-
-    It converges where ‖E‖ < 1, that is where M has changed little since X was its inverse. A refresh succeeds where
-    ‖E‖_F ≤ ``tolerance`` before the last step, so that ‖E‖² is left after it. Where it fails, Cholesky inverts: at once
-    on a CPU. A GPU is not waited for: it keeps the last inverse, and Cholesky inverts as soon as the host has read the
-    failure (``failed``), a step or two later. After a failure the next refresh is Cholesky's, after another one the
-    next two, then four, up to 64: where the metric moves too far between two refreshes, attempts are wasted. Matrices
-    with fewer than ``smallest`` rows, or more than ``largest``, are left to Cholesky: a GPU replays small ones from a
-    graph, and for large ones Newton's four products take as long as Cholesky, and more memory.
-
-    >>> M = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])
-    >>> X, error = Newton(smallest=1).refreshed(M, 0.9 * torch.linalg.inv(M))
-    >>> X.diagonal(dim1=-2, dim2=-1), bool(error < 0.05)
-    (tensor([[0.4999, 0.2500]]), True)
-    """
-
-    def __init__(self, steps: int = 2, tolerance: float = 0.05, smallest: int = 2048, largest: int = 4096) -> None:
-        self.steps, self.tolerance, self.smallest, self.largest = steps, tolerance, smallest, largest
-        if steps < 1 or not 0 < tolerance < 1 or not 1 <= smallest <= largest:
-            raise ValueError(f"Newton needs steps ≥ 1, 0 < tolerance < 1 and 1 ≤ smallest ≤ largest, got {self}")
-        self._errors: list[Tensor] = []  # norms of E in the last refresh, on the host or on their way there
-        self._resting, self._rest = 0, 1  # refreshes left to Cholesky, from now on and after the next failure
-
-    def __repr__(self) -> str:
-        sizes = f"smallest={self.smallest}, largest={self.largest}"
-        return f"Newton(steps={self.steps}, tolerance={self.tolerance}, {sizes})"
-
-    def takes(self, size: int) -> bool:
-        """Whether it refreshes inverses of matrices with this many rows."""
-        return self.smallest <= size <= self.largest
-
-    def failed(self) -> bool:
-        """Whether the last refresh failed, as far as the host has read."""
-        return any(float(error) > self.tolerance for error in self._errors)
-
-    def trusted(self) -> bool:
-        """Whether to start from the last inverse; asked once before each refresh."""
-        failed, tried, self._errors = self.failed(), bool(self._errors), []
-        if failed:
-            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST)
-            return False
-        if tried:
-            self._rest = 1
-        self._resting -= 1
-        return self._resting < 0
-
-    def refreshed(self, M: Tensor, last: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """X [b d d] from M + shift, shift [b], and the last inverse, and the norm of E before the last step [b].
-
-        Three matrices of their size are held besides M and the last inverse, or four on a GPU that has to align them.
-        M and X are symmetric and read by their rows: tensor cores want both factors contiguous along the index that is
-        summed, and rows of whole vectors.
-        """
-        d, norm = M.shape[-1], M.new_zeros(len(M))
-        N, X = aligned(M), aligned(last)
-        E, new = torch.empty_like(N), torch.empty_like(N)
-        spare = X if X is not last else torch.empty_like(N)
-        for step in range(self.steps):
-            if shift is None:
-                torch.baddbmm(E, X, N.mT, beta=0, alpha=-1, out=E)
-            else:
-                torch.mul(X, -shift[:, None, None], out=E).baddbmm_(X, N.mT, alpha=-1)
-            E.diagonal(dim1=-2, dim2=-1)[:, :d].add_(1.0)  # E is zero in the padding
-            if step == self.steps - 1:
-                norm = torch.linalg.vector_norm(E, dim=(-2, -1))
-            torch.baddbmm(X, E, X.mT, out=new)
-            X, new, spare = new, spare, new
-        return torch.add(X, X.mT, out=E).mul_(0.5)[:, :d, :d], norm
-
-    def inverse(self, M: Tensor, last: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverses of M + shift [b d d], and which succeeded [b]; on a CPU by Cholesky where the refresh failed."""
-        X, error = self.refreshed(M, last, shift)
-        good = error <= self.tolerance
-        if not is_asynchronous(M.device):
-            if not bool(good.all()):
-                damped = M[~good]
-                damped.diagonal(dim1=-2, dim2=-1).add_(shift[~good].unsqueeze(-1))
-                X[~good], good[~good] = inverse(damped)
-            return X, good
-        self._errors.append(to_host_async(error.amax()))
-        return X, good
-
-
 # Many factors.
 
 
@@ -585,7 +493,6 @@ def invert(
     power: float = 1.0,
     epsilon: float | None = None,
     warm: bool = False,
-    newton: Newton | None = None,
     wait: bool = False,
     rows: Callable[[Sequence[Tensor]], Tensor] = rows_of,
 ) -> Tensor | None:
@@ -595,7 +502,7 @@ def invert(
     A matrix that cannot be inverted keeps its last one, the others are computed, and then FactorisationError is raised;
     without a last one SingularMetricError is raised at once. A GPU is not waited for unless ``wait`` is set: nothing is
     tried again, and the number of failures comes back as a tensor [] on the device; what failed keeps its last inverse,
-    or becomes NaN. ``newton`` refreshes the last inverses where they are near enough.
+    or becomes NaN.
 
     ``power``: p < 1, and inverse roots beside p = 1, are made by products on a GPU, and by eigenvalues on a processor
     or in double precision. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
@@ -604,22 +511,17 @@ def invert(
     a cache of those that captured graphs read.
     """
     roots = power != 1 or any(job.half is not None for job in jobs)
-    newton = newton if warm and not roots else None
     if diagonals := [job for job in jobs if not is_dense(job.out)]:
         _invert_diagonals(diagonals, power, dead=epsilon is not None, rows=rows)
     dense = [job for job in jobs if is_dense(job.out)]
     failures: list[Tensor] = []
     titles: list[str] = []
-
-    def stacks(d: int) -> int:
-        if roots:
-            return STACKS
-        return _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
-
     padded = roots and not wait and bool(dense) and not by_eigenvalues(dense[0].out)
-    for batch in batch_by_size([job.factor for job in dense], stacks, roots=roots, padded=padded):
+    for batch in batch_by_size(
+        [job.factor for job in dense], stacks=STACKS if roots else 1, roots=roots, padded=padded
+    ):
         alike = [dense[at] for at in batch]
-        failed = _invert_batch(alike, power, epsilon, warm, newton, wait)
+        failed = _invert_batch(alike, power, epsilon, warm, wait)
         if isinstance(failed, Tensor):
             failures.append(failed)
         else:
@@ -651,16 +553,15 @@ def _invert_diagonals(
 
 
 def _invert_batch(
-    jobs: Sequence[Inversion], power: float, epsilon: float | None, warm: bool, newton: Newton | None, wait: bool
+    jobs: Sequence[Inversion], power: float, epsilon: float | None, warm: bool, wait: bool
 ) -> Tensor | list[str]:
     """Invert matrices of one size, or nearly one; how many failed, on the device, or the titles of those that did."""
     d = jobs[0].out.shape[-1]
     shifts = torch.cat([job.shift for job in jobs])
     dead = None if epsilon is None else shifts == 0
     shifts = shifts if dead is None else shifts + dead.to(shifts.dtype)  # else nothing could be inverted
-    refreshed = newton is not None and newton.takes(d)
     roots = power != 1 or jobs[0].half is not None
-    if not roots and not refreshed and dead is None and len(jobs) == 1 and _take_root(jobs[0], warm):
+    if not roots and dead is None and len(jobs) == 1 and _take_root(jobs[0], warm):
         return []
     for job in jobs:
         if job.stack is not None:
@@ -668,11 +569,6 @@ def _invert_batch(
     halves: Tensor | None = None
     if roots:
         inverses, halves, good = _roots(_padded(jobs), shifts, jobs, power, epsilon, wait)
-    elif newton is not None and refreshed:
-        last = stacked([job.out for job in jobs])
-        if dead is not None:
-            last = last + torch.diag_embed(dead.to(last.dtype).unsqueeze(-1).expand(-1, d))
-        inverses, good = newton.inverse(stacked([job.factor for job in jobs]), last, shifts)
     else:
         inverses, good = inverse(_damped(jobs, shifts))
         inverses = inverses[:, :d, :d]
@@ -685,7 +581,7 @@ def _invert_batch(
                 t.masked_fill_(dead[:, None, None], 0.0)
     if not looks:
         _write(jobs, inverses, halves, good, warm)
-        return [] if refreshed else (~good).sum()  # Newton reports its failures itself
+        return (~good).sum()
     titles = [job.title for job in jobs for _ in range(job.factor.shape[0])]
     failed = [title for title, ok in zip(titles, good.tolist(), strict=True) if not ok]
     if failed and not warm:
@@ -865,7 +761,6 @@ class BatchedInverse:
         jobs: Jobs,
         factors: Sequence[SymFactor],
         damping: float,
-        newton: Newton | None,
         key: Hashable,
         *,
         power: float = 1.0,
@@ -878,20 +773,18 @@ class BatchedInverse:
         self.clear()
         # A power of two, so that a schedule of the damping seldom needs another graph.
         epsilon = 2.0 ** math.floor(math.log2(damping)) if relative else None
-        newton = newton if power == 1 else None
         if not self.graphs.possible(factors):
             every = jobs(factors, damping)
-            self._send(invert(every, power=power, epsilon=epsilon, warm=True, newton=newton, rows=self._rows_of))
+            self._send(invert(every, power=power, epsilon=epsilon, warm=True, rows=self._rows_of))
             return
         count = self._count = factors[0].new_zeros(()) if self._count is None else self._count
 
         def in_graph(factor: SymFactor) -> bool:
-            d = factor.shape[-1]
             if not is_dense(factor):
                 return True
             if power != 1 and by_eigenvalues(factor):
                 return False
-            return d < _CAPTURED and (newton is None or not newton.takes(d))
+            return factor.shape[-1] < _CAPTURED
 
         def small(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             chosen = [job for job in jobs(tensors, scalars[0]) if in_graph(job.factor)]
@@ -899,13 +792,13 @@ class BatchedInverse:
             if failures is not None:
                 count.copy_(failures)
 
-        self.graphs.run(small, factors, [damping], (key, repr(newton), power, epsilon), placed=True)
+        self.graphs.run(small, factors, [damping], (key, power, epsilon), placed=True)
         dense = [factor for factor in factors if is_dense(factor)]
         if any(map(in_graph, dense)):  # else nothing in it can fail
             self._send(count)
         if not all(map(in_graph, dense)):
             large = [job for job in jobs(factors, damping) if not in_graph(job.factor)]
-            self._send(invert(large, power=power, epsilon=epsilon, warm=True, newton=newton))
+            self._send(invert(large, power=power, epsilon=epsilon, warm=True))
 
     def failed(self) -> bool:
         """Whether a matrix could not be inverted, as far as the host has read."""

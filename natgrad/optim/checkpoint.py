@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import Newton
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import Relative, number_of
 from natgrad.model import Model
@@ -404,10 +403,10 @@ def in_words(value: Any) -> str:
     """As ``repr`` of a dataclass, without what has its default, and without addresses, or tensors but for numbers.
 
     It is the same in every process. A default is left out so that one that is added later does not make another thing
-    of what was saved before; so is what only changes the speed (``Newton``).
+    of what was saved before.
 
     >>> import natgrad as ng
-    >>> in_words(ng.Fisher(ng.Categorical(), reduction="mean")), in_words(ng.Factored(ng.Newton()))
+    >>> in_words(ng.Fisher(ng.Categorical(), reduction="mean")), in_words(ng.Factored())
     ("Fisher(family=Categorical(), reduction='mean')", 'Factored()')
     """
     if is_dataclass(value) and not isinstance(value, type):
@@ -430,7 +429,7 @@ def in_words(value: Any) -> str:
 def _tells(field: Field[Any], value: Any) -> bool:
     """Whether this field of a dataclass says something about it."""
     entry = getattr(value, field.name)
-    if isinstance(entry, Newton) or not field.repr:
+    if not field.repr:
         return False
     default = _default(field)
     return default is MISSING or in_words(entry) != in_words(default)

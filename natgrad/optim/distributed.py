@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.accelerate.devices import synchronise
 from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.modules import active_ddp, in_join
 from natgrad.errors import IncompatibleError, NatgradError
@@ -211,10 +210,7 @@ class Group(World):
         start = warm if last is None else last.tensors()
 
         def invert(share: Operator) -> Inverse:
-            inverse = solver.init(share, damping, start)
-            if start:
-                synchronise(self._device)  # a process that computed its share again later would do so alone
-            return solver.init(share, damping, {}) if solver.doubtful else inverse
+            return solver.init(share, damping, start)
 
         return G.shared_inverse(invert, self, damping) if solver.by_layer else invert(G)
 

@@ -114,7 +114,7 @@ class Preconditioner:
         It is if a layer is used for the first time: its inverse is zero, and until the next inversion of the schedule
         the layer would not move.
         """
-        if self.inverse is None or self._grown or (self.solver.doubtful and self.world.size == 1):
+        if self.inverse is None or self._grown:
             return True
         if not (self.outdated or self.damping != damping):
             return False

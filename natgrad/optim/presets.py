@@ -8,8 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.devices import prefers_newton
-from natgrad.accelerate.inverses import Newton
 from natgrad.errors import IncompatibleError
 from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.linalg import Damping, Relative, is_number
@@ -73,9 +71,8 @@ def KFAC(
     steps (default 10; 2 with ``SelfTuned``), enters a moving average with ``decay``, and is inverted every
     ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). ``early``: in the beginning, when the metric changes
     fastest, it is also inverted in the steps 1, 2, 4, 8, … and estimated in each of the first 16 steps (``Refresh``).
-    The default ``solver`` is ``Factored()``; on a GPU it updates an inverse by Newton's iteration if the last one is
-    close enough. ``opt.plan()`` lists the rule and the structure of every parameter. ``step=ng.SelfTuned()`` chooses
-    learning rate, momentum and damping by itself and needs ``opt.step(closure)``.
+    The default ``solver`` is ``Factored()``. ``opt.plan()`` lists the rule and the structure of every parameter.
+    ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs ``opt.step(closure)``.
 
     ``sharing``, ``fallback``, ``strict`` and ``largest`` are arguments of ``Kronecker``: parameters that no layer rule
     covers have the structure ``fallback``, and of factors with more than ``largest`` rows only the diagonal is kept.
@@ -107,7 +104,7 @@ def KFAC(
         structure=_schedule(
             Kronecker(sharing, strict=strict, largest=largest), step, metric_every, inverse_every, early, decay
         ),
-        solver=Factored(_newton(model)) if solver is None else solver,
+        solver=Factored() if solver is None else solver,
         step=step,
         lr=lr,
         damping=damping,
@@ -588,12 +585,6 @@ def Muon(
         groups=groups,
         fallback=fallback,
     )
-
-
-def _newton(model: nn.Module) -> Newton | None:
-    """Newton's iteration for the inverses, where matrix products are much faster than factorisations."""
-    p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # NaturalGradient refuses the rest
-    return Newton() if p is not None and prefers_newton(p) else None
 
 
 def _schedule(

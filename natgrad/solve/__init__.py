@@ -1,6 +1,5 @@
 """Solvers: how the metric turns a covector into a vector."""
 
-from natgrad.accelerate.inverses import Newton as Newton
 from natgrad.solve.cg import CG as CG
 from natgrad.solve.solvers import Cholesky as Cholesky
 from natgrad.solve.solvers import Factored as Factored

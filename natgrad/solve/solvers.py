@@ -10,7 +10,6 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import Newton
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, check_damping
 from natgrad.structures.base import Inverse, Operator
@@ -24,11 +23,6 @@ class Solver(ABC):
     iterative: ClassVar[bool] = False  # whether it needs products with the metric only
     overwrites: ClassVar[bool] = False  # whether ``again`` makes the new inverse in the memory of the last one
     damping_note: ClassVar[str] = "exact, (G + λ·1)⁻¹"  # what becomes of the damping
-
-    @property
-    def doubtful(self) -> bool:
-        """Whether the last inverse has failed, so that it must be computed again before it is due."""
-        return False
 
     @abstractmethod
     def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
@@ -80,7 +74,6 @@ class Factored(Solver):
 
     The inverse of G + λM with the reference metric M = 1 ⊗ 1, up to the cross terms √λ(π S ⊗ 1 + 1 ⊗ A/π): the step
     is shorter than that of ``Cholesky``, which damps by exactly λM through the eigenvalues. It needs no eigenvalues.
-    ``newton=Newton()`` refreshes an inverse that is nearly right by matrix products, and falls back to Cholesky.
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 3)
@@ -95,19 +88,13 @@ class Factored(Solver):
     overwrites: ClassVar[bool] = True
     damping_note: ClassVar[str] = "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
 
-    newton: Newton | None = None
-
-    @property
-    def doubtful(self) -> bool:
-        return self.newton is not None and self.newton.failed()
-
     def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
-        return G.factored_inverse(damping, warm or {}, self.newton)
+        return G.factored_inverse(damping, warm or {})
 
     def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
         check_damping(damping, G.layout.dtype)
-        return G.factored_inverse(damping, {}, self.newton, last)
+        return G.factored_inverse(damping, {}, last)
 
 
 @final

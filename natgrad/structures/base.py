@@ -22,7 +22,6 @@ from typing_extensions import Self
 
 from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.fused import copy_, nonfinite, pairing, scaled
-from natgrad.accelerate.inverses import Newton
 from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
@@ -433,13 +432,12 @@ class Operator(ABC):
         self,
         damping: Damping,
         warm: Mapping[str, Tensor],
-        newton: Newton | None = None,
         into: Inverse | None = None,
     ) -> Inverse:
         """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
 
-        ``warm``: the ``tensors()`` of the last inverse. A factor that cannot be inverted keeps them, and ``newton``
-        refreshes them. ``into``: given instead of ``warm``, the last inverse itself, which may be overwritten.
+        ``warm``: the ``tensors()`` of the last inverse. A factor that cannot be inverted keeps them. ``into``:
+        given instead of ``warm``, the last inverse itself, which may be overwritten.
         """
         others = "CG" if self.products_only else "Cholesky or CG"
         self.refuse("Factored", f"it has no Kronecker factors to be damped one by one; use {others}")

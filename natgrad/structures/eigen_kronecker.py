@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.fused import copy_
-from natgrad.accelerate.inverses import Newton, SymFactor, relative_shifts
+from natgrad.accelerate.inverses import SymFactor, relative_shifts
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.accelerate.temporaries import ROWS, at_once
@@ -413,7 +413,6 @@ class EigenKroneckerOperator(LayerOperator):
         self,
         damping: Damping,
         warm: Mapping[str, Tensor],
-        newton: Newton | None = None,
         into: Inverse | None = None,
     ) -> Inverse:
         self.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")

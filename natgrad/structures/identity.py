@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from natgrad.accelerate.inverses import Newton
 from natgrad.linalg import Damping
 from natgrad.model import Model
 from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, Structure
@@ -64,7 +63,6 @@ class IdentityOperator(Operator):
         self,
         damping: Damping,
         warm: Mapping[str, Tensor],
-        newton: Newton | None = None,
         into: Inverse | None = None,
     ) -> IdentityInverse:
         return IdentityInverse(self.layout)

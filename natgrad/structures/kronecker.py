@@ -25,7 +25,6 @@ from natgrad.accelerate.inverses import (
     BatchedInverse,
     InverseStack,
     Inversion,
-    Newton,
     SymFactor,
     aligned,
     balance,
@@ -575,13 +574,12 @@ class KroneckerOperator(LayerOperator):
         self,
         damping: Damping,
         warm: Mapping[str, Tensor],
-        newton: Newton | None = None,
         into: Inverse | None = None,
     ) -> Inverse:
         """(S + λ_S)^-p ⊗ (A + λ_A)^-p, λ_S = √λ/π, λ_A = π√λ, π² = (tr A/dim A)/(tr S/dim S).
 
         An approximation of (G + λ)^-p (Martens and Grosse 2015, section 6.3). Relative damping is ε·tr S/dim S and
-        ε·tr A/dim A. Inverses are made by Cholesky or ``newton``, powers below 1 by products on a GPU and by
+        ε·tr A/dim A. Inverses are made by Cholesky, powers below 1 by products on a GPU and by
         eigenvalues on a processor and in float64 (``natgrad.accelerate.roots``).
 
         Where a factor is zero (a layer with no gradient) π is 1; with relative damping its inverse is zero, and so is
@@ -602,8 +600,7 @@ class KroneckerOperator(LayerOperator):
                 out.compute_(self, damping)
                 return out
             out.load_(warm)
-        trusted = newton is not None and self.power == 1 and newton.trusted()
-        out.refresh_(self, damping, newton if trusted else None)
+        out.refresh_(self, damping)
         return out
 
     def _undamped_inverse(self, fallback: Inverse | None) -> ProductInverse:
@@ -734,14 +731,14 @@ class ProductInverse(LayerInverse):
         jobs = self._jobs((*G.left, *G.right), number, relative=relative)
         self.batch.compute_(jobs, power=self.power, epsilon=number if relative else None, warm=warm)
 
-    def refresh_(self, G: KroneckerOperator, damping: Damping, newton: Newton | None) -> None:
+    def refresh_(self, G: KroneckerOperator, damping: Damping) -> None:
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
         relative, number = isinstance(damping, Relative), number_of(damping)
         factors = (*G.left, *G.right)
         stacks = (stack.memory for pair in (*self.stacks, *self.half_stacks) for stack in pair)
         addresses = *map(Tensor.data_ptr, factors), *map(Tensor.data_ptr, stacks)
         jobs = partial(self._jobs, relative=relative)
-        self.batch.refresh_(jobs, factors, number, newton, addresses, power=self.power, relative=relative)
+        self.batch.refresh_(jobs, factors, number, addresses, power=self.power, relative=relative)
 
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""

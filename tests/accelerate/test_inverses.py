@@ -149,17 +149,13 @@ def test_without_a_last_inverse_it_raises() -> None:
         invert([job])
 
 
-@pytest.mark.parametrize(
-    ("warm", "newton"), [(False, None), (True, None), (True, ng.Newton(smallest=1))], ids=["cold", "warm", "Newton"]
-)
-def test_a_matrix_that_single_precision_cannot_invert_is_inverted_in_double(
-    warm: bool, newton: ng.Newton | None
-) -> None:
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_matrix_that_single_precision_cannot_invert_is_inverted_in_double(warm: bool) -> None:
     """1 + 10⁻⁸ is 1 in single precision, and a matrix of ones is singular."""
     ones, eye, shift = torch.ones(9, 9), torch.eye(9), torch.full((2,), 1e-8)
     job = Inversion(torch.stack([ones, eye]), shift, torch.zeros(2, 9, 9))
     assert bool(torch.linalg.cholesky_ex(ones + shift[0] * eye)[1])
-    assert invert([job], warm=warm, newton=newton) is None
+    assert invert([job], warm=warm) is None
     expected = torch.linalg.inv(ones.double() + shift[0].double() * eye.double())
     close(job.out[0].double() / expected.max(), expected / expected.max(), 1e-6)
     close(job.out[1], eye, 1e-6)
@@ -248,16 +244,6 @@ def test_a_root_stays_where_the_next_matrix_cannot_be_inverted(monkeypatch: pyte
     close(last.tensors()["0.weight/S"], before["0.weight/S"])
 
 
-def test_newton_refreshes_a_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, G = operator_of("mlp_tanh")
-    expected = ng.Factored().init(scaled(G, 1.01), 0.1).tensors()
-    monkeypatch.setattr(inverting, "_ROOT", 3)
-    last = ng.Factored().init(G, 0.1)
-    found = ng.Factored(ng.Newton(smallest=1, steps=9)).again(last, scaled(G, 1.01), 0.1).tensors()
-    for key, matrix in expected.items():
-        close(found[key], matrix)
-
-
 class _Repeated(nn.Module):
     """Layers of one shape, and normalisations."""
 
@@ -330,11 +316,10 @@ def test_a_large_matrix_is_inverted_without_a_solve(d: int) -> None:
 
 
 def test_fewer_matrices_are_worked_on_at_once_where_more_is_held_for_each() -> None:
-    """As Newton holds four stacks where Cholesky is reckoned to hold one."""
+    """As roots by products hold several stacks where Cholesky is reckoned to hold one."""
     d = 128
     size = torch.zeros(1, d, d).nbytes
     fits = batch_bytes(torch.zeros(1, d, d)) // size
     factors = [torch.zeros(1, d, d)] * fits + [torch.zeros(1, 64, 64)]
     assert sorted(map(len, batch_by_size(factors))) == [1, fits]
-    found = batch_by_size(factors, lambda size: 4 if size == d else 1)
-    assert sorted(map(len, found)) == [1, *[fits // 4] * 4]
+    assert sorted(map(len, batch_by_size(factors, stacks=4))) == [1, *[fits // 4] * 4]

@@ -304,7 +304,6 @@ def worker(rank: int, folder: Path) -> None:
         found["freed"] = {name: _freed(make, rank) for name, make in ALONE.items()}
         found["mismatched"] = _mismatched(rank)
         found["refreshed"] = _refreshed(rank)
-        found["doubts"] = _doubts(rank)
         found["sharded"] = {name: _message(partial(_sharded, name)) for name in SHARDED}
         found["checkpoint"] = _checkpointed(rank, folder / "checkpoint")
         found["join"] = _message(partial(_joined, rank))  # last: torch waits in it for a process that has raised
@@ -478,28 +477,6 @@ def _refreshed(rank: int) -> str:
         opt.step()
 
     return _message(step)
-
-
-def _doubts(rank: int) -> tuple[list[bool], Tensor]:
-    """Which inverses of the second process started from the last one, where it doubts all that did; and θ."""
-    started: list[bool] = []
-
-    class Doubting(ng.solve.Solver):
-        by_layer: ClassVar[bool] = True
-
-        @property
-        def doubtful(self) -> bool:
-            return rank == 1 and bool(started) and started[-1]
-
-        def init(
-            self, G: ng.operators.Operator, damping: Any = 0.0, warm: Mapping[str, Tensor] | None = None
-        ) -> ng.operators.Inverse:
-            started.append(bool(warm))
-            return ng.Factored().init(G, damping, warm)
-
-    case = Case(lambda m: ng.KFAC(m, EXACT, solver=Doubting(), **SCHEDULE))
-    model = DistributedDataParallel(build(case))
-    return started, train(case, model, case.make(model), range(STEPS), rank)
 
 
 SHARDED = ("fsdp2", "hsdp", "tensor", "fsdp1")

@@ -15,7 +15,6 @@ from tests.optim.tasks import seeded
 FISHER = ng.Fisher(ng.Categorical())
 OPTIMIZERS: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
     "kfac": lambda model: ng.KFAC(model, FISHER, metric_every=2),
-    "newton": lambda model: ng.KFAC(model, FISHER, metric_every=1, solver=ng.Factored(ng.Newton(smallest=1))),
     "ekfac": lambda model: ng.EKFAC(model, FISHER, metric_every=2),
     "dense": lambda model: ng.NaturalGradient(model, FISHER, lr=0.1, step=ng.KLClip()),
     "kernel": lambda model: ng.NaturalGradient(model, FISHER, structure=ng.Kernel(), lr=0.1),

@@ -245,14 +245,6 @@ def test_what_fails_when_one_process_refreshes_the_metric_is_raised_by_all(found
     assert found[1]["refreshed"].startswith("NonFiniteError: at step 0: the outputs are not finite")
 
 
-def test_an_inverse_that_one_process_doubts_is_made_anew_at_once(found: list[dict[str, Any]]) -> None:
-    """Later it would be made by that process alone, or never: the others have no reason to make theirs."""
-    (certain, one), (doubting, other) = (each["doubts"] for each in found)
-    assert certain == [False, True, True]
-    assert doubting == [False, True, False, True, False]
-    assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
