@@ -18,7 +18,7 @@ CORE := tests/test_product.py tests/test_tables.py tests/test_structures.py test
     tests/functionspace/test_basin.py tests/functionspace/test_flatness.py tests/test_pde.py tests/test_docs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test cuda docs bench clean
+.PHONY: help demo lint check test cuda docs bench wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/kfac.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/gaussian.py
+
+wheel: $(VENV)/.dev  ## build wheel and sdist into dist/, and try each of them in an empty folder
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	OMP_NUM_THREADS=1 $(BIN)/python .ci/smoke.py dist $(TAG)
 
 clean:  ## remove the virtual environment, caches and results
 	rm -rf $(VENV) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache

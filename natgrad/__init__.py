@@ -101,3 +101,5 @@ from natgrad.structures import Kronecker as Kronecker
 from natgrad.structures import LowRank as LowRank
 from natgrad.structures import Nystrom as Nystrom
 from natgrad.structures import Refresh as Refresh
+
+__version__ = "0.1.0"

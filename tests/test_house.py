@@ -198,7 +198,7 @@ LINES: dict[str, int] = {
     "kernels": 466,
     "least_squares": 1365,
     "mirror": 1036,
-    "natgrad": 2535,
+    "natgrad": 2536,
     "operators": 0,
     "optim": 3765,
     "output": 1149,
