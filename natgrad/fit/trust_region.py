@@ -11,7 +11,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.fits import (
+from natgrad.fit.fits import (
     EVALUATIONS,
     FTOL,
     FTOL_XTOL,
@@ -23,9 +23,9 @@ from natgrad.least_squares.fits import (
     Fits,
     Rules,
 )
-from natgrad.least_squares.linearised import Linearised
-from natgrad.least_squares.losses import RobustLoss
-from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.fit.linearised import Linearised
+from natgrad.fit.losses import RobustLoss
+from natgrad.fit.residual_function import ResidualFunction
 
 _FIRST = 0.1  # of the size of x: the first trust region (Moré 1978: 0.1 to 100); of two peaks, a longer step mixes up
 _LEAST_RADIUS = 1e-8  # of the first trust region, where the size of x, 1, is not known from x itself

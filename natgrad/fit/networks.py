@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.errors import IncompatibleError, SingularMetricError
-from natgrad.gauss_newton.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of, refuse_solver
-from natgrad.gauss_newton.residuals import Points, Residuals, classes_of
+from natgrad.fit.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of, refuse_solver
+from natgrad.fit.residuals import Points, Residuals, classes_of
 from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.linalg import check_damping
 from natgrad.log import OnceLogger

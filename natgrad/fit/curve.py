@@ -11,9 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.residuals import Unknowns
-from natgrad.least_squares.result import FitResult
-from natgrad.least_squares.solve import as_tensors, bounds_of, least_squares
+from natgrad.fit.residual_function import Unknowns
+from natgrad.fit.result import FitResult
+from natgrad.fit.solve import as_tensors, bounds_of, least_squares
 from natgrad.linalg import is_number
 
 _MANY = 1000  # degrees of freedom, from which on Student's distribution is expanded around the normal one

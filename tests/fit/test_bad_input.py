@@ -15,7 +15,7 @@ import natgrad as ng
 from natgrad.errors import BatchStatisticsError, IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
-from tests.gauss_newton.problems import flat, grid, network, poisson, solution
+from tests.fit.problems import flat, grid, network, poisson, solution
 
 
 def plain(net: nn.Module, x: Tensor) -> Tensor:

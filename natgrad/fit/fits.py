@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.losses import RobustLoss
-from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.fit.losses import RobustLoss
+from natgrad.fit.residual_function import ResidualFunction
 
 RUNNING, STOPPED, NOT_FINITE = -1, -2, -3
 EVALUATIONS, GTOL, FTOL, XTOL, FTOL_XTOL = 0, 1, 2, 3, 4  # why a fit has stopped, as SciPy counts

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import in_transform
 from natgrad.errors import IncompatibleError, NonFiniteError
-from natgrad.least_squares.fits import NOT_FINITE, Fits, Rules
-from natgrad.least_squares.losses import RobustLoss
-from natgrad.least_squares.residuals import ResidualFunction, Unknowns
-from natgrad.least_squares.result import FitResult, Iterate
-from natgrad.least_squares.sensitivity import differentiable
-from natgrad.least_squares.trust_region import minimise
+from natgrad.fit.fits import NOT_FINITE, Fits, Rules
+from natgrad.fit.losses import RobustLoss
+from natgrad.fit.residual_function import ResidualFunction, Unknowns
+from natgrad.fit.result import FitResult, Iterate
+from natgrad.fit.sensitivity import differentiable
+from natgrad.fit.trust_region import minimise
 from natgrad.linalg import is_number, svdvals
 from natgrad.log import OnceLogger
 

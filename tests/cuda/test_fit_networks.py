@@ -5,7 +5,7 @@ import torch
 
 import natgrad as ng
 from natgrad.structures.base import Structure
-from tests.gauss_newton.problems import boundary, edges, grid, network, solution
+from tests.fit.problems import boundary, edges, grid, network, solution
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

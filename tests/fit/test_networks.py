@@ -17,11 +17,11 @@ from benchmarks.least_squares import Problem
 from natgrad.errors import MemoryBoundError, SingularMetricError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
-from tests.gauss_newton.problems import boundary, edges, exact_rows, flat, grid, network, poisson, solution
+from tests.fit.problems import boundary, edges, exact_rows, flat, grid, network, poisson, solution
 
 NIST = [
     Problem(**{**row, "starts": tuple(row["starts"])})
-    for row in json.loads((Path(__file__).parents[1] / "least_squares" / "nist.json").read_text())
+    for row in json.loads(Path(__file__).with_name("nist.json").read_text())
 ]
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import SingularMetricError
-from natgrad.least_squares.losses import RobustLoss
-from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.fit.losses import RobustLoss
+from natgrad.fit.residual_function import ResidualFunction
 from natgrad.linalg import eigvalsh
 
 

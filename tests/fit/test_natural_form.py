@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from tests.gauss_newton.problems import boundary, edges, exact_rows, grid, interior, network, solution
+from tests.fit.problems import boundary, edges, exact_rows, grid, interior, network, solution
 
 
 def by_operators(net: nn.Module, x: Tensor) -> Tensor:

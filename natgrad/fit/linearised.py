@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.fits import Fits, Rules
+from natgrad.fit.fits import Fits, Rules
 from natgrad.linalg import TriangularLeastSquares, svd
 
 _CLOSE = 0.1  # relative error of ‖Dδ‖ = radius

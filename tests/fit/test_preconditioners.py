@@ -8,7 +8,7 @@ import torch
 
 import natgrad as ng
 from natgrad.structures.base import Structure
-from tests.gauss_newton.problems import boundary, edges, exact_rows, flat, grid, network, solution
+from tests.fit.problems import boundary, edges, exact_rows, flat, grid, network, solution
 
 λ = 1e-4
 

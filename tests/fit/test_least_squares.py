@@ -19,9 +19,9 @@ from torch import Tensor
 import natgrad as ng
 from benchmarks.least_squares import Problem
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
-from natgrad.least_squares import solve
+from natgrad.fit import solve
 from natgrad.log import OnceLogger
-from tests.least_squares.minpack import PROBLEMS
+from tests.fit.minpack import PROBLEMS
 
 NIST = [
     Problem(**{**row, "starts": tuple(row["starts"])})

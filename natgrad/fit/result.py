@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.least_squares.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, STOPPED, XTOL
-from natgrad.least_squares.residuals import ResidualFunction
+from natgrad.fit.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, STOPPED, XTOL
+from natgrad.fit.residual_function import ResidualFunction
 from natgrad.linalg import svdvals
 
 _WHY = {

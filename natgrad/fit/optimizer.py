@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.gauss_newton.engine import LeastSquares, Record
-from natgrad.gauss_newton.residuals import Residuals
+from natgrad.fit.networks import LeastSquares, Record
+from natgrad.fit.residuals import Residuals
 from natgrad.geometry import Vector
 from natgrad.pullbacks.pullback import MEMORY
 from natgrad.solve.solvers import Solver
