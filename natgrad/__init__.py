@@ -4,6 +4,8 @@ Put a metric on a model's outputs, pull it back to the parameters, keep it in a 
 turn the differential of the loss (a covector) into a step (a vector).
 """
 
+from types import ModuleType as _Module
+
 from natgrad import errors as errors
 from natgrad import families as families
 from natgrad import functionspace as functionspace
@@ -11,6 +13,7 @@ from natgrad import invariance as invariance
 from natgrad import mirror as mirror
 from natgrad import operators as operators
 from natgrad import pde as pde
+from natgrad import proximal as proximal
 from natgrad import rules as rules
 from natgrad import vi as vi
 from natgrad.diagnosis import Diagnosis as Diagnosis
@@ -40,9 +43,9 @@ from natgrad.lanczos import spectral_density as spectral_density
 from natgrad.linalg import Relative as Relative
 from natgrad.mirror.optimizer import MirrorDescent as MirrorDescent
 from natgrad.model import evaluating as evaluating
-from natgrad.natural import hessian as hessian
-from natgrad.natural import natural_gradient as natural_gradient
-from natgrad.natural import sharp as sharp
+from natgrad.musical import hessian as hessian
+from natgrad.musical import natural_gradient as natural_gradient
+from natgrad.musical import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
 from natgrad.optim import SOAP as SOAP
@@ -90,7 +93,6 @@ from natgrad.step import SelfTuned as SelfTuned
 from natgrad.step import Spring as Spring
 from natgrad.step import TrustRegion as TrustRegion
 from natgrad.step import exponential as exponential
-from natgrad.step import proximal as proximal
 from natgrad.structures import BlockDense as BlockDense
 from natgrad.structures import Dense as Dense
 from natgrad.structures import Diagonal as Diagonal
@@ -103,3 +105,16 @@ from natgrad.structures import Nystrom as Nystrom
 from natgrad.structures import Refresh as Refresh
 
 __version__ = "0.1.0"
+
+_NAMESPACES = {"errors", "families", "functionspace", "invariance", "mirror", "operators", "optim", "output", "pde"}
+_NAMESPACES |= {"proximal", "pullbacks", "rules", "solve", "step", "structures", "vi"}
+__all__ = [
+    name
+    for name, value in globals().items()
+    if not name.startswith("_") and (name in _NAMESPACES or not isinstance(value, _Module))
+]
+
+
+def __dir__() -> list[str]:
+    """The public names. Other modules of the package are its inside, and may change."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

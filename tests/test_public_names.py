@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import natgrad
 
 STORED = Path(__file__).with_name("public_names.txt")
 NAMESPACES = (
@@ -59,6 +62,25 @@ def test_the_public_names_are_the_stored_ones(namespace: str) -> None:
     assert not lost, f"{namespace} has lost {lost}. Public names stay: export them again from {namespace}."
     new = sorted(f"{namespace}.{name}" for name in exported(namespace) - stored)
     assert not new, f"New public names: {new}. If they are meant to be public, add these lines to tests/{STORED.name}."
+
+
+def test_dir_lists_public_names_alone() -> None:
+    """No module of the inside: neither what a name is imported from, nor what that module imports."""
+    stored = {line.removeprefix("natgrad.") for line in STORED.read_text(encoding="utf-8").split()}
+    listed = {name for name in dir(natgrad) if not name.startswith("_")}
+    namespaces = {namespace.removeprefix("natgrad.") for namespace in NAMESPACES} - {"natgrad", "data"}
+    assert listed == {name for name in stored if "." not in name} | namespaces
+    assert sorted(natgrad.__all__) == sorted(listed)
+    for name in listed:
+        assert hasattr(natgrad, name)
+
+
+def test_a_public_module_is_imported_by_its_name() -> None:
+    """Not one that a function of the same name hides."""
+    for name in natgrad.__all__:
+        value = getattr(natgrad, name)
+        if isinstance(value, ModuleType):
+            assert value is importlib.import_module(f"natgrad.{name}")
 
 
 def test_every_stored_name_belongs_to_a_namespace_that_is_checked() -> None:

@@ -15,7 +15,7 @@ from natgrad.errors import NatgradError
 from natgrad.geometry import Vector, unflatten
 from natgrad.linalg import Damping
 from natgrad.model import Inputs, Model
-from natgrad.natural import natural_gradient
+from natgrad.musical import natural_gradient
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.solve.solvers import Pinv, Solver

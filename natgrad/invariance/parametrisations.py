@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from natgrad.linalg import Damping, svdvals
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model
-from natgrad.natural import natural_gradient
+from natgrad.musical import natural_gradient
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.pullbacks.pullback import pullback

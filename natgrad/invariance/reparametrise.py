@@ -16,7 +16,7 @@ from natgrad.geometry import Vector, unflatten
 from natgrad.invariance.affine import Bases, Random, Transformed, TransformedRecurrent
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model
-from natgrad.natural import natural_gradient
+from natgrad.musical import natural_gradient
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.rules.base import trainable
 from natgrad.solve.solvers import Pinv, Solver

@@ -13,7 +13,7 @@ from natgrad.mirror.charts import NaturalChart as NaturalChart
 from natgrad.mirror.charts import Shorten as Shorten
 from natgrad.mirror.charts import in_other_chart as in_other_chart
 from natgrad.mirror.charts import mirror_step as mirror_step
-from natgrad.mirror.charts import natural_gradient as natural_gradient
+from natgrad.mirror.charts import natural_direction as natural_direction
 from natgrad.mirror.charts import natural_step as natural_step
 from natgrad.mirror.descent import BregmanDescent as BregmanDescent
 from natgrad.mirror.descent import Doubling as Doubling

@@ -254,14 +254,14 @@ class Move:
         )
 
 
-def natural_gradient(family: ExponentialFamily, x: Tensor, ω: Tensor, chart: Chart) -> Tensor:
+def natural_direction(family: ExponentialFamily, x: Tensor, ω: Tensor, chart: Chart) -> Tensor:
     """F⁻¹ω: the natural gradient in a chart, for the gradient ω there. It is the plain gradient in the other chart.
 
     >>> import torch
     >>> from natgrad.families import Poisson
     >>> from natgrad.mirror import NaturalChart
     >>> eta, J = torch.tensor(0.5), lambda xi: xi**2  # of ξ = e^η: ∇_ηJ = 2ξ², ∇_ξJ = 2ξ
-    >>> natural_gradient(Poisson(), eta, 2 * (2 * eta).exp(), NaturalChart()) - 2 * eta.exp()
+    >>> natural_direction(Poisson(), eta, 2 * (2 * eta).exp(), NaturalChart()) - 2 * eta.exp()
     tensor(0.)
     """
     _check_gradient(x, ω, chart)

@@ -3,7 +3,6 @@
 from natgrad.step.base import PlainRule as PlainRule
 from natgrad.step.base import ResidualSpace as ResidualSpace
 from natgrad.step.base import Step as Step
-from natgrad.step.base import StepContext as Proposal  # noqa: F401 - its earlier name
 from natgrad.step.base import StepContext as StepContext
 from natgrad.step.base import StepRule as StepRule
 from natgrad.step.constraints import BackProjection as BackProjection
@@ -19,7 +18,6 @@ from natgrad.step.line_search import GridSearch as GridSearch
 from natgrad.step.normalised import Normalised as Normalised
 from natgrad.step.polar import Polar as Polar
 from natgrad.step.queries import BatchQueries as BatchQueries
-from natgrad.step.queries import BatchQueries as Look  # noqa: F401 - its earlier name
 from natgrad.step.rules import Backtracking as Backtracking
 from natgrad.step.rules import Fixed as Fixed
 from natgrad.step.rules import GeodesicCorrected as GeodesicCorrected

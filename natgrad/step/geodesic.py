@@ -12,7 +12,7 @@ from natgrad.accelerate.devices import outside_inference_mode
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.geometry import Covector, Vector, check_tangent, unflatten
 from natgrad.model import Inputs, Model
-from natgrad.natural import sharp
+from natgrad.musical import sharp
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullbacks.pullback import Batch, Pullback, at, pullback

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad import proximal
 from natgrad.errors import DomainError, GuaranteeError
 from natgrad.mirror import (
     BinaryEntropy,
@@ -24,7 +25,6 @@ from natgrad.mirror import (
     SquaredNorm,
     in_dual_chart,
 )
-from natgrad.step import proximal
 from natgrad.structures import Structure
 from tests.golden import agrees, golden, tensor
 from tests.mirror.cases import CASES, MATRIX, TARGET, Case, Function, close, gradient, hessian, objective

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.errors import DomainError
-from natgrad.mirror import Forbid, MeanChart, NaturalChart, Shorten, mirror_step, natural_gradient, natural_step
+from natgrad.mirror import Forbid, MeanChart, NaturalChart, Shorten, mirror_step, natural_direction, natural_step
 from tests.golden import agrees, golden, tensor
 from tests.mirror.members import CASES, Case, gradient, objective, t
 
@@ -35,8 +35,8 @@ def tangent(case: Case, v: Tensor) -> Tensor:
 def test_the_natural_gradient_in_one_chart_is_the_plain_gradient_in_the_other(case: Case) -> None:
     """Grosse (2021), (22)–(23)."""
     ω_η, ω_ξ = differentials(case)
-    close(natural_gradient(case.family, case.eta, ω_η, NATURAL), tangent(case, ω_ξ))
-    close(natural_gradient(case.family, case.xi, ω_ξ, MEAN), ω_η)
+    close(natural_direction(case.family, case.eta, ω_η, NATURAL), tangent(case, ω_ξ))
+    close(natural_direction(case.family, case.xi, ω_ξ, MEAN), ω_η)
 
 
 @every
@@ -92,8 +92,8 @@ def test_the_steps_of_a_bernoulli_are_the_golden_ones() -> None:
     agrees(case, b.mean(mirror_step(b, η, ω_η, lr, NATURAL).point), "eq20_xi_new")
     agrees(case, mirror_step(b, ξ, ω_ξ, lr, MEAN).point, "eq21_xi_new")
     agrees(case, b.natural(mirror_step(b, ξ, ω_ξ, lr, MEAN).point), "eq21_eta_new")
-    agrees(case, natural_gradient(b, η, ω_η, NATURAL), "natgrad_eta")
-    agrees(case, natural_gradient(b, ξ, ω_ξ, MEAN), "natgrad_xi")
+    agrees(case, natural_direction(b, η, ω_η, NATURAL), "natgrad_eta")
+    agrees(case, natural_direction(b, ξ, ω_ξ, MEAN), "natgrad_xi")
 
 
 @every
@@ -161,7 +161,7 @@ def test_so_close_to_the_boundary_that_no_step_fits_it_stays_and_says_so() -> No
 def test_bad_arguments_are_refused_by_name() -> None:
     b = ng.families.Bernoulli()
     with pytest.raises(ValueError, match=r"the gradient has shape \(2,\) and η \(\)"):
-        natural_gradient(b, t(0.0)[0], t(0.0, 1.0), NATURAL)
+        natural_direction(b, t(0.0)[0], t(0.0, 1.0), NATURAL)
     with pytest.raises(ValueError, match=r"the gradient has shape \(2,\) and ξ \(\)"):
         mirror_step(b, t(0.5)[0], t(0.0, 1.0), 0.1, MEAN)
     for wrong in (0.0, 1.0, -1.0, float("nan")):

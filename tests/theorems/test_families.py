@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.mirror import Conjugate, MeanChart, NaturalChart, Online, Potential, mirror_step, natural_gradient
+from natgrad.mirror import Conjugate, MeanChart, NaturalChart, Online, Potential, mirror_step, natural_direction
 from tests.golden import agrees, golden, tensor
 from tests.mirror.members import CASES, Case, gradient, objective, t
 
@@ -30,8 +30,8 @@ def test_mirror_descent_in_either_chart_is_natural_gradient_in_the_other(case: C
     close(family.mean(mirror_step(family, case.eta, ω_η, lr, NATURAL).point), case.xi - lr * ω_η)
     close(mirror_step(family, case.xi, ω_ξ, lr, MEAN).point, gradient(case.log_partition, case.eta - lr * ω_ξ))
     inverse = torch.linalg.pinv(case.fisher, rtol=1e-12, hermitian=True)
-    close(natural_gradient(family, case.eta, ω_η, NATURAL), (inverse @ ω_η.reshape(-1)).view_as(ω_η))
-    close(natural_gradient(family, case.xi, ω_ξ, MEAN), ω_η)
+    close(natural_direction(family, case.eta, ω_η, NATURAL), (inverse @ ω_η.reshape(-1)).view_as(ω_η))
+    close(natural_direction(family, case.xi, ω_ξ, MEAN), ω_η)
 
 
 def test_online_maximum_likelihood_is_the_batch_estimate_with_one_over_k_plus_one() -> None:

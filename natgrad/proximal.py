@@ -18,7 +18,7 @@ from natgrad.errors import NatgradError
 from natgrad.geometry import Vector, unflatten
 from natgrad.isolation import unfused
 from natgrad.model import Inputs, Model
-from natgrad.natural import sharp
+from natgrad.musical import sharp
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.solve.solvers import Cholesky, Solver
