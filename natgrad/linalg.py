@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -321,17 +321,29 @@ def inverse_powered(values: Tensor, power: float) -> Tensor:
 
 
 def is_number(value: object, *, whole: bool = False) -> bool:
-    """Whether it is a real number, or a whole one, of Python or of numpy.
+    """Whether it is a real number, or a whole one, of Python or of numpy: ``True`` is none.
 
-    >>> is_number(0.5), is_number("0.5"), is_number(0.5, whole=True)
-    (True, False, False)
+    >>> is_number(0.5), is_number("0.5"), is_number(0.5, whole=True), is_number(True)
+    (True, False, False, False)
     """
-    return isinstance(value, Integral if whole else Real)
+    return isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+
+
+def check_number_fields(thing: Any) -> None:
+    """Raise if a field of a dataclass is declared as ``float`` or ``int``, or as None beside, and is something else."""
+    for each in fields(thing):
+        kind, _, other = str(each.type).partition(" | ")
+        value = getattr(thing, each.name)
+        if kind not in ("float", "int") or other not in ("", "None") or (other and value is None):
+            continue
+        if not is_number(value, whole=kind == "int"):
+            which = "whole number" if kind == "int" else "number"
+            raise TypeError(f"{type(thing).__name__}({each.name}=…) must be a {which}, got {value!r}")
 
 
 def check_power(power: float, what: str) -> None:
     """A metric G has the points G^p, 0 ≤ p ≤ 1, of the geodesic from the identity to itself."""
-    if isinstance(power, bool) or not isinstance(power, (int, float)) or not 0 <= power <= 1:
+    if not is_number(power) or not 0 <= power <= 1:
         raise ValueError(
             f"{what} must have a power between 0 and 1, got {power!r}: 1 is the natural gradient, 0 the gradient"
         )
@@ -433,6 +445,8 @@ def check_finite(tensor: Tensor, what: str) -> None:
 
 def check_positive(value: float | Tensor, what: str, advice: str = "") -> None:
     """Raise if the number, or an entry of the tensor, is not positive and finite."""
+    if not isinstance(value, Tensor) and not is_number(value):
+        raise TypeError(f"{what} must be a number, got {value!r}{advice}")
     if not bool(torch.as_tensor((value > 0) & (value < torch.inf)).all()):
         raise ValueError(f"{what} must be positive and finite, got {value}{advice}")
 

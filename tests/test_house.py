@@ -247,29 +247,6 @@ def test_arguments_are_visible() -> None:
     check(offences, OPTIONS, "Arguments are keyword-only and visible in help(): no **options, no Unpack.")
 
 
-BANNED = {"found", "own", "kept", "made", "told", "way", "places", "part", "parts", "seen", "known"}
-NAMES: dict[str, int] = {}
-
-
-def test_names_are_nouns_and_verbs_of_the_field() -> None:
-    offences: Offences = defaultdict(list)
-    for path, tree in modules().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                name = node.name
-            elif isinstance(node, ast.arg):
-                name = node.arg
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                name = node.id
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                name = node.attr
-            else:
-                continue
-            if name.strip("_").lower() in BANNED:
-                offences["natgrad"].append(f"{path}:{node.lineno} {name}")
-    check(offences, NAMES, "A name says what a thing is: matches, cache, result, chunks, indices, …")
-
-
 # Citations by the number of a file, or of a row of a list, that no reader has.
 CITATION = re.compile(
     r"(?<![\d.])00[0-4](?=[ ,]+(\(|section|appendix|§|prop|theorem|eq|def|ex|lemma))|paper 00\d|errata \d"

@@ -15,6 +15,7 @@ from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.families.base import ExponentialFamily, Family, by_terms, expect, over_terms, shared_normals
 from natgrad.families.domains import Corner, Domain, Simplex, Space, entry, first
 from natgrad.families.information import Information
+from natgrad.linalg import is_number
 
 
 @final
@@ -46,7 +47,7 @@ class Categorical(ExponentialFamily):
     support = C.one_hot
 
     def __post_init__(self) -> None:
-        if self.axis is not None and (not isinstance(self.axis, int) or self.axis == 0):
+        if self.axis is not None and (not is_number(self.axis, whole=True) or self.axis == 0):
             raise ValueError(
                 f"Categorical(axis={self.axis!r}) is the axis of the classes: −1, or 1 for outputs [n c *terms], and "
                 "not 0, which is that of the examples"

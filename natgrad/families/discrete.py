@@ -24,7 +24,7 @@ from natgrad.families.base import (
 from natgrad.families.domains import OpenBox, Space
 from natgrad.families.information import Information
 from natgrad.families.special import expected_log, expected_log_factorial, log1mexp
-from natgrad.linalg import check_positive
+from natgrad.linalg import check_positive, is_number
 
 _LARGE = math.log(1e4)
 
@@ -199,7 +199,7 @@ class Binomial(Coins):
     total_count: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.total_count, int) or self.total_count < 1:
+        if not is_number(self.total_count, whole=True) or self.total_count < 1:
             raise ValueError(f"Binomial(total_count=…) must be an integer, 1 or more, got {self.total_count}")
 
     @property

@@ -18,7 +18,7 @@ from natgrad.errors import IncompatibleError, SingularMetricError
 from natgrad.fit.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of, refuse_solver
 from natgrad.fit.residuals import Points, Residuals, classes_of
 from natgrad.geometry import Covector, Vector, check_kind
-from natgrad.linalg import check_damping
+from natgrad.linalg import check_damping, is_number
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots, check_types
 from natgrad.pullbacks.pullback import MEMORY, Pullback
@@ -286,7 +286,7 @@ class LeastSquares:
         if seconds is not None:
             limits["seconds"] = seconds
         for name, limit in limits.items():
-            if not isinstance(limit, (int, float)) or not limit >= 0:
+            if not is_number(limit) or not limit >= 0:
                 raise ValueError(f"solve({name}=…) must be a number ≥ 0, got {limit!r}")
         history: list[Record] = []
         start = time.perf_counter()

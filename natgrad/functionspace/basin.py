@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.lanczos import SpectralDensity, spectral_density
+from natgrad.linalg import is_number
 from natgrad.model import Inputs, Model
 from natgrad.output.losses import Criterion
 from natgrad.output.metric import OutputMetric
@@ -86,7 +87,7 @@ def basin_volume(
     (True, 1.0)
     """
     for name, value in (("epsilon", epsilon), ("scale", scale)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r} must be a positive, finite number")
     pb = pullback(model, x, metric, target, generator, params=params, output=output, memory=memory)
     density = spectral_density(pb, probes=probes, steps=steps, generator=generator)

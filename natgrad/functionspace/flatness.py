@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
-from natgrad.linalg import eigh, svd, svdvals
+from natgrad.linalg import eigh, is_number, svd, svdvals
 from natgrad.model import Inputs, Model, map_tensors
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
@@ -190,9 +190,9 @@ def _check_loss(loss: Callable[[Tensor], Tensor] | None, pb: Pullback) -> None:
 
 
 def _check_arguments(epsilon: float, samples: int, radius: float | None, metric: OutputMetric) -> None:
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not (0 < epsilon < math.inf):
+    if not is_number(epsilon) or not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon={epsilon!r} must be a positive, finite number: how far the loss may rise")
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 2:
+    if not is_number(samples, whole=True) or samples < 2:
         raise ValueError(f"samples={samples!r} must be an integer of at least 2: one line has no error bar")
     if radius is not None and not 0 < radius < math.inf:
         raise ValueError(f"radius={radius!r} must be positive and finite, or None to look as far as is needed")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import full_precision
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import unflatten
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, is_number
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model, check_slots, tensors_of
 from natgrad.output.metric import Euclidean
@@ -127,7 +127,7 @@ def _ranges(model: Model, x: Inputs, batch: int | None) -> list[Range | None]:
     """Ranges of ``batch`` examples; [None] is all of them."""
     if batch is None:
         return [None]
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+    if not is_number(batch, whole=True) or batch < 1:
         raise ValueError(f"batch={batch!r} must be a positive integer: the examples that are taken at a time")
     n = max((t.shape[0] if t.ndim else 0 for t in tensors_of(x)), default=0)
     if not separable(x, n):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributions as D
 
 from natgrad.errors import MemoryBoundError
-from natgrad.linalg import check_finite, check_positive, gauss_rule
+from natgrad.linalg import check_finite, check_positive, gauss_rule, is_number
 from natgrad.model import Inputs
 from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
 from natgrad.pullbacks.pullback import Pullback, pullback
@@ -99,7 +99,7 @@ class Quadrature:
                 "Quadrature.of(measure) does not know how many nodes are enough: give model=, for whose metric the "
                 "order is doubled until it stands still, or order=, the number of nodes per axis"
             )
-        if order is not None and (isinstance(order, bool) or not isinstance(order, int) or order < 1):
+        if order is not None and (not is_number(order, whole=True) or order < 1):
             raise ValueError(f"order={order!r} must be a positive integer, the number of nodes per axis")
         if model is None:
             assert order is not None

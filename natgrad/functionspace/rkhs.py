@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.kernels.sobolev import ReproducingKernel
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, is_number
 from natgrad.model import check_slots
 
 _MEMORY = 2**32  # bytes of a Gram matrix
@@ -166,7 +166,7 @@ class FunctionalGradientDescent:
         if not callable(step):
             _check_step(step)
         for name, value in (("passes", passes), ("batch", 1 if batch is None else batch)):
-            if not isinstance(value, int) or value < 1:
+            if not is_number(value, whole=True) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         self.kernel, self.loss, self.step, self.passes = kernel, loss, step, passes
         self.batch, self.outputs, self.generator = batch, outputs, generator
@@ -269,7 +269,7 @@ class FunctionalGradientDescent:
 
 
 def _check_step(step: float) -> None:
-    if not isinstance(step, (int, float)) or not (math.isfinite(step) and step > 0):
+    if not is_number(step) or not (math.isfinite(step) and step > 0):
         raise ValueError(f"step={step!r} must be a positive, finite number, or a function of t = 1, 2, … to one")
 
 

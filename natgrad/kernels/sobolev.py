@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any, final
 
 import torch
@@ -17,6 +16,7 @@ from natgrad.accelerate.temporaries import BESSEL_VALUES, KERNEL_VALUES, at_once
 from natgrad.errors import MemoryBoundError
 from natgrad.kernels.distances import FeatureMap, check_features, pairwise, points, squared_distances
 from natgrad.kernels.matern import matern
+from natgrad.linalg import is_number
 
 _GRID, _ROUNDS = 16, 6  # lengthscales tried at once, and how often the interval is refined
 _MEMORY = 2**32  # bytes of distances and temporaries
@@ -130,16 +130,6 @@ def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
     value = float(lengthscale.detach() if isinstance(lengthscale, Tensor) else lengthscale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"lengthscale={value:g} must be positive and finite: distances are divided by it")
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a real number (of Python, numpy or fractions), and not a bool.
-
-    >>> from fractions import Fraction
-    >>> is_number(2), is_number(Fraction(3, 2)), is_number(True), is_number("2")
-    (True, True, False, False)
-    """
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_positive(where: str, value: Any, why: str, below: float = math.inf) -> None:
@@ -298,7 +288,7 @@ class SobolevKernel(ReproducingKernel):
         >>> round(SobolevKernel(1.5).log_constant(784), 3)
         -2947.908
         """
-        if not isinstance(dimension, int) or dimension < 1:
+        if not is_number(dimension, whole=True) or dimension < 1:
             raise ValueError(
                 f"dimension={dimension!r} must be a positive integer: the number of coordinates of a point"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import DomainError, GuaranteeError
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, is_number
 from natgrad.mirror.geometry import Everywhere, Region, RiemannianMetric
 from natgrad.mirror.potentials import Potential
 from natgrad.model import check_slots
@@ -91,7 +91,7 @@ class Doubling:
     most: int = 60
 
     def __post_init__(self) -> None:
-        if not isinstance(self.most, int) or self.most < 1:
+        if not is_number(self.most, whole=True) or self.most < 1:
             raise ValueError(f"Doubling(most={self.most!r}) must be a positive integer")
 
     def __call__(self, α: float, attempt: Callable[[float], Attempt]) -> Attempt:
@@ -241,7 +241,7 @@ class ProximalDescent(ABC):
 
     def run(self, objective: Objective, x: Tensor, steps: int) -> Trace:
         """``steps`` steps from x."""
-        if not isinstance(steps, int) or steps < 1:
+        if not is_number(steps, whole=True) or steps < 1:
             raise ValueError(f"steps={steps!r} must be a positive integer")
         start = x = x.detach().clone()
         self.check(x)
@@ -423,5 +423,5 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _check_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r} must be a positive, finite number")

@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.fused import copy_
+from natgrad.linalg import is_number
 from natgrad.mirror.charts import Boundary, Move, Shorten, mirror_step, per_member
 from natgrad.mirror.member import Member
 from natgrad.model import check_slots
@@ -146,7 +147,7 @@ class MirrorDescent(torch.optim.Optimizer):
 
 def _check_numbers(group: Mapping[str, Any]) -> None:
     lr, momentum = group["lr"], group["momentum"]
-    if not isinstance(lr, Tensor) and not (isinstance(lr, (int, float)) and math.isfinite(lr) and lr >= 0):
+    if not isinstance(lr, Tensor) and not (is_number(lr) and 0 <= lr < math.inf):
         raise ValueError(f"lr={lr!r} must be a finite number, at least 0: 1/λ of the proximal step")
-    if isinstance(momentum, bool) or not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
+    if not is_number(momentum) or not 0 <= momentum < 1:
         raise ValueError(f"momentum={momentum!r} must be at least 0 and below 1")

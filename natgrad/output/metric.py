@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.families.base import over_terms
+from natgrad.linalg import is_number
 from natgrad.model import Inputs, Shapes, map_tensors
 
 Reduction = Literal["sum", "mean"]
@@ -358,7 +359,7 @@ def weight(reduction: Reduction, terms: int) -> float:
 
 def check_samples(samples: int | None) -> None:
     """Refuse a number of Monte-Carlo samples that is not a positive integer (None: exact)."""
-    if samples is not None and (not isinstance(samples, int) or samples < 1):
+    if samples is not None and (not is_number(samples, whole=True) or samples < 1):
         raise ValueError(f"samples must be None (exact) or a positive integer, got {samples!r}")
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.kernels.distances import check_features, points
 from natgrad.kernels.gram import KernelMatrix, relative_rounding, rounding
-from natgrad.kernels.sobolev import Lengthscale, SobolevKernel, is_number
-from natgrad.linalg import check_finite
+from natgrad.kernels.sobolev import Lengthscale, SobolevKernel
+from natgrad.linalg import check_finite, is_number
 from natgrad.model import Inputs, arguments
 from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import Damping, check_damping, range_rounding
+from natgrad.linalg import Damping, check_damping, check_number_fields, range_rounding
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots
 from natgrad.solve.solvers import Solver
@@ -65,6 +65,7 @@ class CG(Solver):
     logger: OnceLogger = field(default_factory=OnceLogger, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not self.tol > 0:
             raise ValueError(f"CG(tol=…) must be positive, got {self.tol}")
         if self.max_steps < 1:

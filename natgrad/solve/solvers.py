@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import Damping, check_damping
+from natgrad.linalg import Damping, check_damping, check_number_fields
 from natgrad.structures.base import Inverse, Operator
 
 
@@ -120,6 +120,7 @@ class Pinv(Solver):
     weight: Mapping[str, Tensor] | Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if self.rtol is not None and not 0 <= self.rtol < 1:
             raise ValueError(f"Pinv(rtol=…) must be in [0, 1), got {self.rtol}")
         if isinstance(self.weight, Mapping) and not all(map(_positive, self.weight.values())):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector, differential
+from natgrad.linalg import check_number_fields
 from natgrad.step.base import Step, StepContext, StepRule
 
 
@@ -120,6 +121,9 @@ class Penalty(Constraint):
 
     penalty: Callable[[Mapping[str, Tensor]], Tensor]
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number_fields(self)
 
     def before(self, context: StepContext) -> StepContext:
         if context.residuals is not None:  # rules take their step from these, and would leave the penalty out

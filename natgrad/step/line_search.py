@@ -10,6 +10,7 @@ from typing import final
 import torch
 
 from natgrad.geometry import Vector
+from natgrad.linalg import check_number_fields
 from natgrad.step.base import Step, StepContext, StepRule
 
 
@@ -29,6 +30,7 @@ class GridSearch(StepRule):
     tries: int = 30
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if self.tries < 1:
             raise ValueError(f"GridSearch(tries=…) must be at least 1, got {self.tries}")
 
@@ -64,6 +66,7 @@ class Armijo(StepRule):
     tries: int = 30
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not 0 < self.slope < 1 or not 0 < self.shrink < 1 or self.tries < 1:
             raise ValueError(f"Armijo needs 0 < slope < 1, 0 < shrink < 1 and tries ≥ 1, got {self}")
 
@@ -111,6 +114,7 @@ class GeodesicSearch(StepRule):
     smallest: float = 1e-14
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not self.factor > 1 or self.tries < 1 or not self.smallest > 0:
             raise ValueError(f"GeodesicSearch needs factor > 1, tries ≥ 1 and smallest > 0, got {self}")
 

@@ -15,6 +15,7 @@ from natgrad.accelerate.matrix_kernels import Sides, scale_matrices_
 from natgrad.accelerate.roots import MUON, Coefficients, minimax, polar
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import check_number_fields
 from natgrad.step.base import PlainRule, SharpMap, rescale_
 from natgrad.step.normalised import check_rms, ratios
 
@@ -53,6 +54,7 @@ class Polar(PlainRule):
     iteration: Literal["muon", "minimax"] = "muon"
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         check_rms("Polar", self.rms)
         if self.iteration not in ("muon", "minimax"):
             raise ValueError(f'Polar(iteration=…) is "muon" or "minimax", not {self.iteration!r}')

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.errors import SingularMetricError
 from natgrad.geometry import Vector
+from natgrad.linalg import check_number_fields
 from natgrad.step.base import PlainRule, Step, StepContext, StepRule
 
 
@@ -41,6 +42,7 @@ class KLClip(PlainRule):
     radius: float = 1e-3
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not self.radius > 0:
             raise ValueError(f"KLClip(radius=…) must be positive, got {self.radius}")
 
@@ -74,6 +76,7 @@ class Backtracking:
     improve: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not 0 < self.shrink < 1 or self.tries < 1:
             raise ValueError(f"Backtracking needs 0 < shrink < 1 and tries ≥ 1, got {self}")
 
@@ -103,6 +106,7 @@ class TrustRegion(StepRule):
     longest: float = math.inf
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not self.radius > 0 or not self.longest > 0:
             raise ValueError(f"TrustRegion needs a positive radius and longest, got {self.radius} and {self.longest}")
 
@@ -172,6 +176,7 @@ class LevenbergMarquardt(StepRule):
     gtol: float = field(default=1e-8, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not 0 < self.poor < self.good < 1 or not self.factor > 1 or self.tries < 1:
             raise ValueError(f"LevenbergMarquardt needs 0 < poor < good < 1, factor > 1 and tries ≥ 1, got {self}")
         if not all(0 <= tol < 1 for tol in (self.ftol, self.xtol, self.gtol)):
@@ -276,6 +281,7 @@ class GeodesicCorrected(StepRule):
     limit: float = 0.75
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not self.limit > 0:
             raise ValueError(f"GeodesicCorrected(limit=…) must be positive, got {self.limit}")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import Vector
+from natgrad.linalg import check_number_fields
 from natgrad.step.base import Step, StepContext, StepRule
 
 _CUT, _CUTS = 4.0, 3  # a step that is too long is divided by 4, at most 3 times; so is a damping that is too large
@@ -50,6 +51,7 @@ class SelfTuned(StepRule):
     smallest: float = 1e-6  # λ; below, a batch is fitted at the expense of the others
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if (
             (self.every is not None and self.every < 1)
             or not self.factor > 1

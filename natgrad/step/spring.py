@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from natgrad.geometry import Vector
+from natgrad.linalg import check_number_fields
 from natgrad.step.base import Step, StepContext, StepRule
 from natgrad.step.line_search import Armijo, GridSearch
 
@@ -31,6 +32,7 @@ class Spring(StepRule):
     search: GridSearch | Armijo | None = None
 
     def __post_init__(self) -> None:
+        check_number_fields(self)
         if not 0 <= self.decay < 1:
             raise ValueError(f"Spring(decay=…) must be in [0, 1), got {self.decay}")
         if self.norm is not None and not self.norm > 0:

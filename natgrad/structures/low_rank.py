@@ -11,7 +11,16 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate.roots import spectrum
-from natgrad.linalg import Damping, Relative, check_finite, check_power, cholesky, inverse_powered, refuse_singular
+from natgrad.linalg import (
+    Damping,
+    Relative,
+    check_finite,
+    check_power,
+    cholesky,
+    inverse_powered,
+    is_number,
+    refuse_singular,
+)
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
@@ -46,7 +55,7 @@ class LowRank(Structure):
 
     def __post_init__(self) -> None:
         check_power(self.power, "LowRank(power=…)")
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if not is_number(self.rank, whole=True) or self.rank < 1:
             raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank!r}")
 
     def elements(self, pullback: Pullback) -> int:

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import check_finite, svd
+from natgrad.linalg import check_finite, is_number, svd
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
@@ -40,7 +40,7 @@ class Nystrom(Structure):
     seed: int = field(default=0, kw_only=True)  # of Ω
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if not is_number(self.rank, whole=True) or self.rank < 1:
             raise ValueError(f"Nystrom(rank) needs a positive rank, got {self.rank!r}")
 
     def uncovered(self) -> None:

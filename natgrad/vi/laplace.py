@@ -510,7 +510,7 @@ def check_one_number(value: float | Tensor, what: str, meaning: str, advice: str
         one = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
         given = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
     else:
-        one, given = is_number(value) and not isinstance(value, bool), repr(value)
+        one, given = is_number(value), repr(value)
     if not one:
         raise TypeError(f"{what} must be one number, {meaning}, got {given}{advice}")
 

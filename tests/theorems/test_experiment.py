@@ -50,7 +50,20 @@ def test_sobolev_and_amari_run_on_both_sets_and_seeds_have_a_mean_and_a_spread_t
         for split, part in (("train", found.train), ("test", found.test)):
             write_pieces(tmp_path / "data", f"{what.name}_{split}", part.x.numpy(), part.y.numpy())
     places = ["--data", f"{tmp_path}/data", "--out", f"{tmp_path}/out", "--results", f"{tmp_path}/results"]
-    tiny = ["--width", "2", "--batch", "24", "--epochs", "2", "--device", "cpu", "--schedules", "tenths"]
+    tiny = [
+        "--width",
+        "2",
+        "--batch",
+        "24",
+        "--epochs",
+        "2",
+        "--device",
+        "cpu",
+        "--schedules",
+        "tenths",
+        "--commit",
+        "abc",
+    ]
     main([*places, *tiny, "--datasets", "cifar10", "cifar100", "--arms", "amari", "sobolev", "--seeds", "0", "1"])
     main([*places, "--report"])
     summary = json.loads((tmp_path / "results" / "summary.json").read_text())
