@@ -1,11 +1,11 @@
-"""A structure keeps a part of the metric, an operator is that part, and an inverse solves with it.
+"""A structure keeps a part of the metric, an operator is that part, and an inverse is the metric of covectors.
 
-    G = Structure.estimate(pullback)      Operator: products, averages, inverses
+    G = Structure.estimate(pullback)      Operator: products, averages, functions f(G)
     v = G.inverse(damping).solve(ω)       Inverse: factored once, applied to many covectors
 
-A new structure is one file with three classes, a ``Structure``, its ``Operator`` and an ``Inverse``, and one line in
-``natgrad/structures/__init__.py``. Costs, checkpoints, diagnostics and the division of work over processes are methods
-with defaults: nothing outside of that file asks which structure it is.
+A new structure is one file with two classes, a ``Structure`` that estimates and an ``Operator`` that is closed under
+functions of itself (``mapped``), and one line in ``natgrad/structures/__init__.py``. What the optimizer asks of metrics
+that have layers is in ``layered.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from functools import reduce
-from typing import Any, ClassVar, NoReturn, Protocol, final
+from functools import cached_property, reduce
+from typing import Any, ClassVar, NoReturn, Protocol, cast, final
 
 import torch
 from torch import Tensor
@@ -22,17 +22,22 @@ from typing_extensions import Self
 
 from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.fused import copy_, nonfinite, pairing, scaled
-from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
+from natgrad.errors import IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, check_kind, unflatten
-from natgrad.linalg import Damping, Relative, check_power
+from natgrad.linalg import (
+    Damping,
+    Relative,
+    check_finite,
+    check_power,
+    inverse_powered,
+    refuse_indefinite,
+    refuse_singular,
+)
 from natgrad.model import Model
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-
-NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
 
 
 @final
@@ -121,6 +126,7 @@ class Structure(ABC):
     """
 
     power: float = 1.0
+    operator: ClassVar[type[Operator]]  # of its estimates, where ``restore`` makes it of its tensors alone
     bounded: ClassVar[bool] = True  # a moving average of its operators stays as small as one of them
     stored: ClassVar[bool] = True  # an operator holds numbers, so that keeping it for several steps saves work
     one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
@@ -141,9 +147,9 @@ class Structure(ABC):
         names = [f.name for f in options if not f.kw_only or getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
-    @abstractmethod
     def elements(self, pullback: Pullback) -> int:
-        """How many numbers the operator will hold."""
+        """How many numbers the operator will hold, for the bound on its memory: one a parameter, if not overridden."""
+        return pullback.model.size
 
     @abstractmethod
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
@@ -204,12 +210,15 @@ class Structure(ABC):
         """The identity, with tensors as large as those of every estimate; None where these depend on the batch."""
         return None
 
-    @abstractmethod
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         """The operator with these ``tensors()``; None if nothing is stored and it must be estimated again.
 
         Raises ``StateError`` where they do not fit the model.
         """
+        kind = cast(Any, self.operator)
+        own = {f.name: tensors[f.name] for f in fields(kind) if f.type == "Tensor"}
+        layout = Layout.of(model.params, next(iter(own.values())).dtype)
+        return kind(layout, **own, **({} if self.power == 1 else {"power": self.power}))
 
     def require_whole(self, user: str) -> None:
         """Refuse a power on behalf of a user for whom G is the curvature of a loss, and not only a metric."""
@@ -314,16 +323,19 @@ class LayerSpectrum:
 class Operator(ABC):
     """A metric on parameter space. ``product`` and the rest work on flattened [p], ``flat`` on vectors.
 
-    An operator says how it is inverted, and refuses by name what it cannot do.
+    A new operator is a dataclass whose fields are its tensors, with three methods: ``product``, ``eigenvalues``, and
+    ``mapped``, which is a function of it in the same structure. What follows from these (inverses, powers, log det,
+    Gaussian samples) and from the fields (averages, checkpoints) has a default, which is overridden where there is a
+    faster way. An operator refuses by name what it cannot do.
 
     With ``power`` p it is the metric G^p: products, diagonal, matrix, determinant and trace are those of G^p, and
-    ``inverse(λ)`` is (G + λ)^-p. Averages and checkpoints are those of G. G⁰ is the identity.
+    ``inverse(λ)`` is (G + λ)^-p. Averages, checkpoints, ``eigenvalues`` and ``mapped`` are those of G. G⁰ is the
+    identity.
     """
 
     power: float = 1.0
-    damped_by_parts: ClassVar[bool] = False  # relative damping has a number for every part of it, not one for all
-    products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
-    factored: ClassVar[bool] = False  # it is kept in factors of layers, which cost little more than a backward pass
+    damps_per_block: ClassVar[bool] = False  # relative damping has a number for every block of it, not one for all
+    by_layer: ClassVar[bool] = False  # whether ``output_gram`` needs no rows of all parameters
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 
@@ -343,17 +355,45 @@ class Operator(ABC):
     def product(self, v: Tensor) -> Tensor:
         """G v [p]."""
 
-    @abstractmethod
+    def mapped(self, f: Callable[[Tensor], Tensor]) -> Operator:
+        """f(G), with the eigenvectors of G and the eigenvalues f(w): the power 1 of another operator."""
+        self.refuse("a function of it", "only its products are known; solve with CG(), or use Dense or Kernel")
+
+    def eigenvalues(self) -> Tensor | None:
+        """All eigenvalues of G = RᵀR [p], not of its power, in any order and in double precision; rounding is zero.
+
+        None where it has none.
+        """
+        return None
+
     def diagonal(self) -> Tensor:
         """The diagonal of G [p]."""
+        return self.dense().diagonal().clone()
 
-    @abstractmethod
     def dense(self) -> Tensor:
         """G as a matrix [p q]."""
+        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.device)
+        return torch.stack([self.product(column) for column in eye], dim=1)
 
-    @abstractmethod
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()
+
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         """log det (G + λ)^p; a singular G raises."""
+        if self.power == 0:
+            return torch.zeros((), dtype=self.layout.dtype, device=self.device)
+        return self.power * self._damped_eigenvalues(damping).log().sum().to(self.layout.dtype)
+
+    def flat(self, v: Vector) -> Covector:
+        """v♭ = G v."""
+        check_kind(v, Vector, "G.flat(v)")
+        return self.layout.covector(self.product(self.layout.flatten(v)))
+
+    @without_autocast
+    def output_gram(self, pullback: Pullback) -> Tensor:
+        """R_n G R_nᵀ [n k l] of every example by itself, for the rows R_n [k p] of a pullback."""
+        rows = rows_of(pullback).transpose(0, 1)
+        return torch.func.vmap(torch.func.vmap(self.product))(rows) @ rows.mT
 
     def with_power(self, power: float) -> Self:
         """The metric at another point of the geodesic: G^power of the same G, whatever the power of this one.
@@ -371,109 +411,56 @@ class Operator(ABC):
         """λ as one number, ε·tr G/p where it is relative. This waits for the device."""
         if not isinstance(damping, Relative):
             return damping
-        if self.damped_by_parts:
+        if self.damps_per_block:
             self.refuse(f"one number for {damping:g}", "every part of it has its own mean eigenvalue; use Cholesky()")
         return damping.epsilon * float(self.with_power(1.0).trace()) / self.layout.size
 
-    def inverse_in_units(self, damping: float) -> Inverse | None:
-        """(G + λ·diag G)⁻¹, the damping of Marquardt (1963), which does not change with the units of the parameters.
-
-        None where G is not kept as a matrix.
-        """
-        return None
-
-    def flat(self, v: Vector) -> Covector:
-        """v♭ = G v."""
-        check_kind(v, Vector, "G.flat(v)")
-        return self.layout.covector(self.product(self.layout.flatten(v)))
-
-    def trace(self) -> Tensor:
-        return self.diagonal().sum()
-
-    def eigenvalues(self) -> Tensor | None:
-        """All eigenvalues of G = RᵀR [p], not of its power, in any order and in double precision; rounding is zero.
-
-        None where it has none.
-        """
-        return None
-
-    def diagonalised(self) -> Operator:
-        """The same metric, by eigenvectors where it has factors: inverses at many dampings then factor nothing."""
-        return self
-
-    @property
-    def root_columns(self) -> int | None:
-        """m, where G = RᵀR has a root R [m p] that can be applied; None where it has none."""
-        return None
-
-    def push_root(self, v: Tensor) -> Tensor:
-        """R v [m]."""
-        self.refuse("push_root", "it has no root")
-
-    def pull_root(self, t: Tensor) -> Tensor:
-        """Rᵀ t [p]."""
-        self.refuse("pull_root", "it has no root")
-
     # Inverses.
 
-    @abstractmethod
     def inverse(self, damping: Damping) -> Inverse:
-        """(G + λ)^-p by the direct method of this structure."""
+        """(G + λ)^-p by the direct method of this structure. A metric that is zero has the inverse zero, relatively."""
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        λ = self.absolute(damping)
+        if λ > 0 or not isinstance(damping, Relative):
+            self._damped_eigenvalues(damping)
+        return DualMetric(self.layout, self.mapped(lambda w: inverse_powered(w.clamp(min=0) + λ, self.power)))
 
-    def inverse_again(self, last: Inverse, damping: Damping) -> Inverse:
-        """As ``inverse``, possibly in the memory of the last one."""
-        return self.inverse(damping)
-
-    @abstractmethod
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         """((G + λ)⁺)^p, or for p = 1 the solution of least weighted norm; weight is [p] or [p q]."""
+        if weight is not None:
+            self.refuse("Pinv(weight=…)", "it knows no other norm; leave it out, or use Dense, Kernel or Kronecker")
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        λ, values = self.absolute(damping), self._spectrum()
+        damped, rtol = values + λ, len(values) * torch.finfo(self.layout.dtype).eps if rtol is None else rtol
+        refuse_indefinite(damped, rtol, damping, "the metric")
+        cut = (rtol * damped.max()).to(self.layout.dtype)
+        return DualMetric(
+            self.layout, self.mapped(lambda w: torch.where(w + λ > cut, w + λ, torch.inf).pow(-self.power))
+        )
 
-    def factored_inverse(
-        self,
-        damping: Damping,
-        warm: Mapping[str, Tensor],
-        into: Inverse | None = None,
-    ) -> Inverse:
-        """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
+    def _spectrum(self) -> Tensor:
+        values = self.eigenvalues()
+        if values is None:
+            self.refuse("an inverse", "only its products are known; solve with CG(), or use Dense or Kernel")
+        return values
 
-        ``warm``: the ``tensors()`` of the last inverse. A factor that cannot be inverted keeps them. ``into``:
-        given instead of ``warm``, the last inverse itself, which may be overwritten.
-        """
-        others = "CG" if self.products_only else "Cholesky or CG"
-        self.refuse("Factored", f"it has no Kronecker factors to be damped one by one; use {others}")
-
-    def mend(self, inverse: Inverse, damping: Damping) -> None:
-        """Compute an inverse that has ``failed`` again, in place and in double precision. This waits for the device.
-
-        Raises where it fails again.
-        """
-        raise FactorisationError(NOT_POSITIVE)
-
-    @property
-    def inverts_at_once(self) -> bool:
-        """Whether an inverse takes less time than to send it to another process, and cannot fail."""
-        return False
-
-    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
-        """``invert(self)``, divided over processes by layers where this structure has layers to divide."""
-        return invert(self)
-
-    def renewed(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> Operator:
-        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew.
-
-        ``exact``: not iterated from the last ones, whatever the structure does in an optimizer.
-        """
-        return self
-
-    def informed(self, inverse: Inverse, damping: Damping) -> Operator:
-        """The same metric, with what its next estimates need from this inverse of it."""
-        return self
+    def _damped_eigenvalues(self, damping: Damping) -> Tensor:
+        """Those of G + λ [p], of which none is zero up to rounding."""
+        damped = self._spectrum() + self.absolute(damping)
+        check_finite(damped, "the metric")
+        rounding = len(damped) * torch.finfo(self.layout.dtype).eps
+        refuse_singular(damped, what="the metric", damping=damping, rtol=rounding)
+        return damped
 
     # Averages.
 
-    @abstractmethod
-    def lerp(self, other: Operator, weight: float) -> Operator:
-        """(1 − w) G + w G': the moving average."""
+    def lerp(self, other: Operator, weight: float) -> Self:
+        """(1 − w) G + w G': the moving average, here of every tensor by itself."""
+        self.same_kind(other)
+        means = {key: torch.lerp(t, getattr(other, key), weight) for key, t in tensor_fields(self).items()}
+        return replace(self, **means)  # type: ignore[type-var]  # a dataclass
 
     def pooled(self, other: Operator, weight: float) -> Operator:
         """(1 − w) G + w G' of two parts of the data: as ``lerp``, but what is a mean over positions remains one."""
@@ -504,11 +491,11 @@ class Operator(ABC):
         return self
 
     def averaged(self) -> dict[str, Tensor] | None:
-        """Those of ``tensors()`` of which ``lerp`` takes the mean, number by number; the others stay as they are.
+        """The tensors that ``lerp`` averages elementwise; None where an average is more than that.
 
-        None where an average is more than that. Several processes average their estimates in this memory.
+        Several processes average their estimates in this memory.
         """
-        return None
+        return self.tensors() if type(self).lerp is Operator.lerp else None
 
     def same_kind(self, other: Operator) -> None:
         """Check that a moving average joins two operators of one structure over the same parameters."""
@@ -523,9 +510,9 @@ class Operator(ABC):
 
     # Checkpoints.
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the operator by name, from which ``Structure.restore`` builds it again."""
+        return tensor_fields(self)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes that ``tensors()`` must have, by what is known without them."""
@@ -537,7 +524,10 @@ class Operator(ABC):
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         """The inverse with these ``tensors()``, of this metric or an earlier one; None if it must be computed again."""
-        return None
+        if type(self).mapped is Operator.mapped or tensors.keys() != tensor_fields(self).keys():
+            return None
+        whole = self.with_power(1.0)
+        return DualMetric(self.layout, replace(whole, **tensors))  # type: ignore[type-var]  # a dataclass
 
     # Reports.
 
@@ -546,22 +536,49 @@ class Operator(ABC):
         """The layers that are kept by a rule, each by itself."""
         return ()
 
-    def layer_spectra(self) -> Iterator[LayerSpectrum]:
-        """The eigenvalues of these layers, in double precision."""
-        return iter(())
-
-    @property
-    def pullbacks(self) -> Sequence[tuple[float, Pullback]]:
-        """The pullbacks of which it is the sum, with their weights, where it still has them."""
-        return ()
-
     def refuse(self, action: str, reason: str) -> NoReturn:
         """Raise the error of a pair of slots that cannot work together."""
         raise IncompatibleError(f"{action} does not work with {type(self).__name__}: {reason}")
 
 
+class RootedOperator(Operator):
+    """G = RᵀR with a root R [m p] that can be applied."""
+
+    @property
+    @abstractmethod
+    def root_columns(self) -> int | None:
+        """m; None where its examples are coupled, and there is no such root."""
+
+    @abstractmethod
+    def push_root(self, v: Tensor) -> Tensor:
+        """R v [m]."""
+
+    @abstractmethod
+    def pull_root(self, t: Tensor) -> Tensor:
+        """Rᵀ t [p]."""
+
+
+def tensor_fields(value: Any) -> dict[str, Tensor]:
+    """The fields of a dataclass that are tensors, by name."""
+    pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
+    return {name: t for name, t in pairs if isinstance(t, Tensor)}
+
+
+def rows_of(pullback: Pullback) -> Tensor:
+    """R [k n p], the rows of all parameters in flattening order."""
+    blocks, factors = pullback.blocks, pullback.collect()
+    k, n = factors[0].g.shape[:2]
+    rows = factors[0].g.new_empty(k, n, pullback.model.size)
+    for block, f in zip(blocks, factors, strict=True):
+        block.unpack(f.rows(), rows)
+    return rows
+
+
 class Inverse(ABC):
-    """(G + λ)⁻¹ or G⁺, factored once and applied to many covectors."""
+    """(G + λ)⁻¹ or G⁺, factored once and applied to many covectors: the metric of covectors.
+
+    A root T of it, T Tᵀ = (G + λ)⁻¹, gives the samples of a Gaussian with this covariance.
+    """
 
     layout: Layout
 
@@ -572,50 +589,36 @@ class Inverse(ABC):
     def sharp(self, ω: Covector) -> Vector:
         """ω♯: the vector of the covector."""
         check_kind(ω, Covector, "inverse.sharp(ω)")
-        return self.raised(ω)
+        return self.layout.vector(self.solve(self.layout.flatten(ω)))
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
         """ω♯ and ⟨ω, ω♯⟩ [], the squared length of ω in the dual metric."""
-        check_kind(ω, Covector, "inverse.sharp_with_pairing(ω)")
-        return self.raised_with_pairing(ω)
-
-    def raised(self, ω: Covector) -> Vector:
-        """What ``sharp`` computes, of a covector that it has looked at; refuses one over other parameters."""
-        return self.layout.vector(self.solve(self.layout.flatten(ω)))
-
-    def raised_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
-        """What ``sharp_with_pairing`` computes."""
-        v = self.raised(ω)
+        v = self.sharp(ω)
         return v, pairing([(ω[name], t) for name, t in v.items()])
 
-    def sides(self) -> Mapping[str, Sides] | None:
-        """l [o] and r [i] of every parameter, a matrix W [o i], where ω♯ = l ω r; None of any other inverse."""
-        return None
-
     @property
-    def noise(self) -> int:
-        """q: how many numbers of white noise ``coloured`` takes."""
+    def root_size(self) -> int:
+        """q: how many numbers of white noise ``root_times`` takes."""
         return self.layout.size
 
-    def coloured(self, ξ: Tensor) -> Tensor:
-        """T ξ [s p] of white noise ξ [s q], for a root T of this inverse, T Tᵀ = (G + λ)⁻¹, which is its covariance."""
+    def root_times(self, ξ: Tensor) -> Tensor:
+        """T ξ [s p] of white noise ξ [s q]."""
         self.refuse_root()
 
-    def whitened(self, ω: Tensor) -> Tensor:
+    def root_transpose_times(self, ω: Tensor) -> Tensor:
         """Tᵀω [s q] of covectors ω [s p], for the same root: ‖Tᵀω‖² = ωᵀ(G + λ)⁻¹ω."""
         self.refuse_root()
 
-    by_layer: ClassVar[bool] = False  # whether ``output_covariance`` needs no rows of all parameters
+    @property
+    def by_layer(self) -> bool:
+        """Whether ``output_covariance`` needs no rows of all parameters."""
+        return False
 
     @without_autocast
     def output_covariance(self, pullback: Pullback) -> Tensor:
         """R_n (G + λ)⁻¹R_nᵀ [n k l] of every example by itself, for the rows R_n [k p] of a pullback."""
-        blocks, factors = pullback.blocks, pullback.collect()
-        k, n = factors[0].g.shape[:2]
-        rows = factors[0].g.new_empty(k, n, self.layout.size)
-        for block, f in zip(blocks, factors, strict=True):
-            block.unpack(f.rows(), rows)
-        half = self.whitened(rows.flatten(0, 1)).view(k, n, -1).transpose(0, 1)
+        rows = rows_of(pullback)
+        half = self.root_transpose_times(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]).transpose(0, 1)
         return half @ half.mT
 
     def refuse_root(self) -> NoReturn:
@@ -634,27 +637,44 @@ class Inverse(ABC):
         return {}
 
     @property
-    def remembers(self) -> bool:
+    def reuses_output(self) -> bool:
         """Whether ``sharp`` returns memory that it uses again, as the start of the next solve."""
         return False
 
-    def failed(self) -> bool:
-        """Whether a GPU could not compute a part of it, as far as the host has read; that part is an older one."""
-        return False
 
-    def forgive(self) -> None:  # noqa: B027 - what never fails has nothing to forget
-        """Forget failures that have been handled."""
+@final
+@dataclass(frozen=True)
+class DualMetric(Inverse):
+    """An inverse that is an operator of the same structure as the metric, f(G): what ``Operator.mapped`` returns."""
 
-    def overwritten(self, new: Inverse) -> Inverse:
-        """The new inverse, copied into the memory of this one if that is possible."""
-        return new
+    layout: Layout
+    operator: Operator
 
-    def capturable(self, G: Operator) -> bool:
-        """Whether the inverse of G can be computed in this memory inside a captured step.
+    def solve(self, ω: Tensor) -> Tensor:
+        return self.operator.product(ω)
 
-        Then it cannot fail, and nobody looks at a value of G or of the inverse.
-        """
-        return False
+    @cached_property
+    def _root(self) -> Operator:
+        return self.operator.mapped(torch.sqrt)
+
+    def root_times(self, ξ: Tensor) -> Tensor:
+        return torch.func.vmap(self._root.product)(ξ)
+
+    def root_transpose_times(self, ω: Tensor) -> Tensor:
+        return self.root_times(ω)
+
+    @property
+    def by_layer(self) -> bool:
+        return self.operator.by_layer
+
+    def output_covariance(self, pullback: Pullback) -> Tensor:
+        return self.operator.output_gram(pullback)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.operator.tensors()
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return self.operator.nonnegative()
 
 
 @final
@@ -667,22 +687,17 @@ class IdentityInverse(Inverse):
     def solve(self, ω: Tensor) -> Tensor:
         return ω.clone()
 
-    def raised(self, ω: Covector) -> Vector:
+    def sharp(self, ω: Covector) -> Vector:
+        check_kind(ω, Covector, "inverse.sharp(ω)")
         self.layout.check(ω)
         names = list(self.layout.like)
         return Vector(dict(zip(names, scaled([ω[name] for name in names], 1.0), strict=True)))
 
-    def sides(self) -> dict[str, Sides]:
-        return dict.fromkeys(self.layout.like, (None, None))
-
-    def coloured(self, ξ: Tensor) -> Tensor:
+    def root_times(self, ξ: Tensor) -> Tensor:
         return ξ
 
-    def whitened(self, ω: Tensor) -> Tensor:
+    def root_transpose_times(self, ω: Tensor) -> Tensor:
         return ω
-
-    def overwritten(self, new: Inverse) -> Inverse:
-        return self if isinstance(new, IdentityInverse) else new
 
 
 FALLBACK = "fallback/"  # before the names of tensors of what is over uncovered parameters

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -11,6 +12,7 @@ from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from natgrad.accelerate.roots import quick_inverse_power, spectrum
 from natgrad.linalg import (
@@ -35,7 +37,186 @@ from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, StateError, Structure, Subset
 
-_CHOLESKY, _ROOT, _POWER = "cholesky/", "root/", "power/"  # prefixes of the tensors of an inverse
+
+class MatrixOperator(Operator):
+    """Matrices on groups of parameters, and zero between these: what Dense and BlockDense have in common."""
+
+    matrices: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]  # the flattened positions of every matrix
+
+    @property
+    @abstractmethod
+    def titles(self) -> list[str]:
+        """What every matrix is, for errors."""
+
+    @abstractmethod
+    def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> Self:
+        """Other matrices at the same positions."""
+
+    @cached_property
+    def _powered(self) -> tuple[Tensor, ...]:
+        pairs = zip(self.matrices, self.titles, strict=True)
+        return tuple(_matrix_power(matrix, self.power, title) for matrix, title in pairs)
+
+    def product(self, v: Tensor) -> Tensor:
+        out = torch.zeros_like(v)
+        for index, matrix in zip(self.indices, self._powered, strict=True):
+            out[index] = matrix @ v[index]
+        return out
+
+    def mapped(self, f: Callable[[Tensor], Tensor]) -> Self:
+        pairs = (spectrum(matrix) for matrix in self.matrices)
+        return self.with_matrices([(vectors * f(values)) @ vectors.T for values, vectors in pairs])
+
+    def diagonal(self) -> Tensor:
+        out = self.matrices[0].new_zeros(self.layout.size)
+        for index, matrix in zip(self.indices, self._powered, strict=True):
+            out[index] = matrix.diagonal()
+        return out
+
+    def dense(self) -> Tensor:
+        out = self.matrices[0].new_zeros(self.layout.size, self.layout.size)
+        for index, matrix in zip(self.indices, self._powered, strict=True):
+            out[index[:, None], index] = matrix
+        return out
+
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        if self.power == 0:
+            return self.matrices[0].new_zeros(())
+        shifts, largest = _shifts(self.matrices, damping), _largest(self.matrices)
+        factors = [
+            cholesky(matrix, _of_blocks(shifts, b), title, largest)
+            for b, (matrix, title) in enumerate(zip(self.matrices, self.titles, strict=True))
+        ]
+        return self.power * torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
+
+    def eigenvalues(self) -> Tensor:
+        spectra = (eigvalsh(matrix.double(), "the metric") for matrix in self.matrices)
+        return torch.cat([without_rounding(values, self.layout.dtype) for values in spectra])
+
+    def lerp(self, other: Operator, weight: float) -> Self:
+        self.same_kind(other)
+        pairs = zip(self.matrices, cast(MatrixOperator, other).matrices, strict=True)
+        return self.with_matrices([torch.lerp(a, b, weight) for a, b in pairs], self.power)
+
+    def averaged(self) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def nonnegative(self) -> dict[str, Tensor]:
+        return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: (len(index), len(index)) for key, index in zip(self.tensors(), self.indices, strict=True)}
+
+    def inverse(self, damping: Damping) -> Inverse:
+        """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        shifts, what = _shifts(self.matrices, damping), ", ".join(self.titles)
+        batches = _batched(self.indices, self.matrices)
+        indices = tuple(index for _, index, _ in batches)
+        if self.power == 1 and not (isinstance(shifts, Tensor) and bool((shifts == 0).any())):
+            largest = _largest(self.matrices)
+            factors = (cholesky(matrix, _of_blocks(shifts, b), what, largest) for b, _, matrix in batches)
+            return CholeskyInverse(self.layout, indices, tuple(factors))
+        roots = (_damped_root(matrix, _of_blocks(shifts, b), damping, self.power, what) for b, _, matrix in batches)
+        inverse = PowerInverse(self.layout, indices, tuple(roots))
+        if damping == 0:
+            refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), what)
+        return inverse
+
+    def inverse_in_units(self, damping: float) -> Inverse | None:
+        """(G + λ·diag G)⁻¹, the damping of Marquardt (1963), which does not change with the units of the parameters.
+
+        None of a power of G.
+        """
+        largest = _largest(self.matrices)
+        damped = self.with_matrices([_in_units(matrix, damping, largest) for matrix in self.matrices])
+        return damped.inverse(0.0) if self.power == 1 else None
+
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None and self.power != 1:
+            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        batches, shifts = _batched(self.indices, self.matrices), _shifts(self.matrices, damping)
+        largest = _largest(self.matrices)
+        roots: list[Tensor] = []
+        for numbers, index, matrix in batches:
+            check_finite(matrix, "the metric")
+            λ = _of_blocks(shifts, numbers)
+            eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+            damped = matrix + (λ[:, None, None] if isinstance(λ, Tensor) else λ) * eye
+            inverse_root = None if weight is None else _inverse_root(weight, index)
+            root = _pseudo_root(damped, rtol, inverse_root, damping, self.power)
+            sizes = damped.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=0).sqrt()
+            roots.append(root.masked_fill(is_rounding(sizes, largest)[:, None, None], 0.0))
+        return PseudoInverse(self.layout, tuple(index for _, index, _ in batches), tuple(roots))
+
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        return restored_inverse(self.layout, self.indices, tensors)
+
+
+@final
+@dataclass(frozen=True)
+class DenseOperator(MatrixOperator):
+    """G [p q], every entry, and its ``power``."""
+
+    layout: Layout
+    matrix: Tensor
+    power: float = field(default=1.0, kw_only=True)
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # read only
+        return (self.matrix,)
+
+    @cached_property
+    def indices(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # read only
+        return (torch.arange(self.layout.size, device=self.matrix.device),)
+
+    @property
+    def titles(self) -> list[str]:
+        return ["the dense metric"]
+
+    def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> DenseOperator:
+        return DenseOperator(self.layout, *matrices, power=power)
+
+    def product(self, v: Tensor) -> Tensor:
+        return self._powered[0] @ v
+
+    def dense(self) -> Tensor:
+        return self._powered[0]
+
+
+@final
+@dataclass(frozen=True)
+class BlockDenseOperator(MatrixOperator):
+    """The diagonal blocks of G, one for every layer; block b is at the flattened positions ``indices[b]``."""
+
+    damps_per_block: ClassVar[bool] = True
+    layout: Layout
+    names: tuple[str, ...]
+    indices: tuple[Tensor, ...]
+    matrices: tuple[Tensor, ...]
+    power: float = field(default=1.0, kw_only=True)
+
+    @property
+    def titles(self) -> list[str]:
+        return [f"the block {name} of the metric" for name in self.names]
+
+    def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> BlockDenseOperator:
+        return replace(self, matrices=tuple(matrices), power=power)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.matrices, strict=True))
+
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None and weight.ndim == 2:
+            self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
+        return super().pseudo_inverse(damping, rtol, weight)
+
+
+# Structures.
 
 
 @final
@@ -52,6 +233,7 @@ class Dense(Structure):
             [1., 2., 1.]])
     """
 
+    operator: ClassVar[type[Operator]] = DenseOperator
     suggested: ClassVar[bool] = True
     power: float = field(default=1.0, kw_only=True)
 
@@ -70,10 +252,6 @@ class Dense(Structure):
     def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DenseOperator:
         matrix = torch.eye(model.size, dtype=dtype, device=model.example.device)
         return DenseOperator(Layout.of(model.params, dtype), matrix, power=self.power)
-
-    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
-        matrix = tensors["matrix"]
-        return DenseOperator(Layout.of(model.params, matrix.dtype), matrix, power=self.power)
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
@@ -205,149 +383,16 @@ def _cost(p: int, power: float, iterative: bool) -> Cost:
     return Cost(2 * p**2, invert, 2 * p**2, p**2, {"G": (1, p, p)})
 
 
-@final
-@dataclass(frozen=True)
-class DenseOperator(Operator):
-    """G [p q], every entry, and its ``power``."""
-
-    layout: Layout
-    matrix: Tensor
-    power: float = field(default=1.0, kw_only=True)
-
-    @cached_property
-    def _powered(self) -> Tensor:
-        return _matrix_power(self.matrix, self.power, "the dense metric")
-
-    def product(self, v: Tensor) -> Tensor:
-        return self._powered @ v
-
-    def diagonal(self) -> Tensor:
-        return self._powered.diagonal().clone()
-
-    def dense(self) -> Tensor:
-        return self._powered
-
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        return _logdet([self.matrix], damping, self.power, ["the dense metric"])
-
-    def eigenvalues(self) -> Tensor:
-        return without_rounding(eigvalsh(self.matrix.double(), "the metric"), self.matrix.dtype)
-
-    def lerp(self, other: Operator, weight: float) -> DenseOperator:
-        self.same_kind(other)
-        return replace(self, matrix=torch.lerp(self.matrix, cast(DenseOperator, other).matrix, weight))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"matrix": self.matrix}
-
-    def averaged(self) -> dict[str, Tensor]:
-        return self.tensors()
-
-    def nonnegative(self) -> dict[str, Tensor]:
-        return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"matrix": (self.layout.size, self.layout.size)}
-
-    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.matrix.device)], tensors)
-
-    def inverse(self, damping: Damping) -> Inverse:
-        whole = torch.arange(self.layout.size, device=self.matrix.device)
-        return _inverse(self.layout, [whole], [self.matrix], damping, self.power, "the dense metric")
-
-    def inverse_in_units(self, damping: float) -> Inverse | None:
-        damped = _in_units(self.matrix, damping, _largest([self.matrix]))
-        return replace(self, matrix=damped).inverse(0.0) if self.power == 1 else None
-
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        if weight is not None and self.power != 1:
-            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
-        whole = torch.arange(self.layout.size, device=self.matrix.device)
-        return PseudoInverse.of(self.layout, [whole], [self.matrix], damping, rtol, weight, self.power)
+# Arithmetic of blocks.
 
 
-@final
-@dataclass(frozen=True)
-class BlockDenseOperator(Operator):
-    """The diagonal blocks of G, one for every layer; block b is at the flattened positions ``indices[b]``."""
-
-    damped_by_parts: ClassVar[bool] = True
-    layout: Layout
-    names: tuple[str, ...]
-    indices: tuple[Tensor, ...]
-    matrices: tuple[Tensor, ...]
-    power: float = field(default=1.0, kw_only=True)
-
-    @cached_property
-    def _powered(self) -> tuple[Tensor, ...]:
-        pairs = zip(self.matrices, self._titles, strict=True)
-        return tuple(_matrix_power(matrix, self.power, title) for matrix, title in pairs)
-
-    @property
-    def _titles(self) -> list[str]:
-        return [f"the block {name} of the metric" for name in self.names]
-
-    def product(self, v: Tensor) -> Tensor:
-        out = torch.zeros_like(v)
-        for index, matrix in zip(self.indices, self._powered, strict=True):
-            out[index] = matrix @ v[index]
-        return out
-
-    def diagonal(self) -> Tensor:
-        out = self.matrices[0].new_zeros(self.layout.size)
-        for index, matrix in zip(self.indices, self._powered, strict=True):
-            out[index] = matrix.diagonal()
-        return out
-
-    def dense(self) -> Tensor:
-        out = self.matrices[0].new_zeros(self.layout.size, self.layout.size)
-        for index, matrix in zip(self.indices, self._powered, strict=True):
-            out[index[:, None], index] = matrix
-        return out
-
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        return _logdet(self.matrices, damping, self.power, self._titles)
-
-    def eigenvalues(self) -> Tensor:
-        spectra = (eigvalsh(matrix.double(), "a block of the metric") for matrix in self.matrices)
-        return torch.cat([without_rounding(values, self.layout.dtype) for values in spectra])
-
-    def lerp(self, other: Operator, weight: float) -> BlockDenseOperator:
-        self.same_kind(other)
-        pairs = zip(self.matrices, cast(BlockDenseOperator, other).matrices, strict=True)
-        return replace(self, matrices=tuple(torch.lerp(a, b, weight) for a, b in pairs))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(zip(self.names, self.matrices, strict=True))
-
-    def averaged(self) -> dict[str, Tensor]:
-        return self.tensors()
-
-    def nonnegative(self) -> dict[str, Tensor]:
-        return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: (len(index), len(index)) for name, index in zip(self.names, self.indices, strict=True)}
-
-    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        return restored_inverse(self.layout, self.indices, tensors)
-
-    def inverse(self, damping: Damping) -> Inverse:
-        what = f"a block of the metric ({', '.join(self.names)})"
-        return _inverse(self.layout, self.indices, self.matrices, damping, self.power, what)
-
-    def inverse_in_units(self, damping: float) -> Inverse | None:
-        largest = _largest(self.matrices)
-        damped = tuple(_in_units(matrix, damping, largest) for matrix in self.matrices)
-        return replace(self, matrices=damped).inverse(0.0) if self.power == 1 else None
-
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        if weight is not None and self.power != 1:
-            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
-        if weight is not None and weight.ndim == 2:
-            self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
-        return PseudoInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight, self.power)
+def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:
+    """G^p [d d] of a symmetric matrix that is not negative."""
+    if power == 1:
+        return matrix
+    check_finite(matrix, what)
+    values, vectors = spectrum(matrix)
+    return (vectors * powered(values, power, what)) @ vectors.T
 
 
 def _in_units(matrix: Tensor, damping: float, largest: Tensor) -> Tensor:
@@ -362,27 +407,6 @@ def _largest(matrices: Sequence[Tensor]) -> Tensor:
     return torch.cat([matrix.diagonal() for matrix in matrices]).clamp(min=0).sqrt().amax()
 
 
-def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:
-    """G^p [d d] of a symmetric matrix that is not negative."""
-    if power == 1:
-        return matrix
-    check_finite(matrix, what)
-    values, vectors = spectrum(matrix)
-    return (vectors * powered(values, power, what)) @ vectors.T
-
-
-def _logdet(matrices: Sequence[Tensor], damping: Damping, power: float, titles: Sequence[str]) -> Tensor:
-    """Σ_b log det (G_b + λ)^p."""
-    if power == 0:
-        return matrices[0].new_zeros(())
-    shifts, largest = _shifts(matrices, damping), _largest(matrices)
-    factors = [
-        cholesky(matrix, _of_blocks(shifts, b), title, largest)
-        for b, (matrix, title) in enumerate(zip(matrices, titles, strict=True))
-    ]
-    return power * torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
-
-
 def _shifts(matrices: Sequence[Tensor], damping: Damping) -> float | Tensor:
     """λ, or λ [b] relative to the mean eigenvalue of every block, and zero where the block is."""
     if not isinstance(damping, Relative):
@@ -394,113 +418,94 @@ def _of_blocks(shifts: float | Tensor, numbers: int | list[int]) -> float | Tens
     return shifts[numbers] if isinstance(shifts, Tensor) else shifts
 
 
-def _inverse(
-    layout: Layout,
-    indices: Sequence[Tensor],
-    matrices: Sequence[Tensor],
-    damping: Damping,
-    power: float,
-    what: str,
-) -> Inverse:
-    """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
-    if power == 0:
-        return IdentityInverse(layout)
-    shifts = _shifts(matrices, damping)
-    zero = isinstance(shifts, Tensor) and bool((shifts == 0).any())
-    if power == 1 and not zero:
-        return CholeskyInverse.of(layout, indices, matrices, damping, what)
-    return PowerInverse.of(layout, indices, matrices, damping, power, what)
+# Inverses.
 
 
-@final
-@dataclass(frozen=True)
-class CholeskyInverse(Inverse):
-    """(G_b + λ)⁻¹ of every block by its Cholesky factor; blocks of one size are factored and solved as one batch."""
+class BlockInverse(Inverse):
+    """A matrix for every block, from which its inverse follows; blocks of one size are treated as one batch."""
 
     layout: Layout
     indices: tuple[Tensor, ...]  # [b d] flattened positions
-    factors: tuple[Tensor, ...]  # [b d d]
-
-    @staticmethod
-    def of(
-        layout: Layout, indices: Sequence[Tensor], matrices: Sequence[Tensor], damping: Damping, what: str
-    ) -> CholeskyInverse:
-        batches, shifts, largest = _batched(indices, matrices), _shifts(matrices, damping), _largest(matrices)
-        factors = tuple(cholesky(matrix, _of_blocks(shifts, numbers), what, largest) for numbers, _, matrix in batches)
-        return CholeskyInverse(layout, tuple(index for _, index, _ in batches), factors)
-
-    def solve(self, ω: Tensor) -> Tensor:
-        v = torch.empty_like(ω)
-        for index, factor in zip(self.indices, self.factors, strict=True):
-            v[index] = torch.cholesky_solve(ω[index].unsqueeze(-1), factor).squeeze(-1)
-        return v
-
-    def coloured(self, ξ: Tensor) -> Tensor:
-        return self._through(ξ, upper=True)
-
-    def whitened(self, ω: Tensor) -> Tensor:
-        return self._through(ω, upper=False)
-
-    def _through(self, t: Tensor, upper: bool) -> Tensor:
-        """L⁻ᵀ t or L⁻¹ t of every block, for t [s p]."""
-        out = torch.empty_like(t)
-        for index, factor in zip(self.indices, self.factors, strict=True):
-            columns = t[:, index].permute(1, 2, 0)  # [b d s]
-            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, columns, upper=upper)
-            out[:, index] = solved.permute(2, 0, 1)
-        return out
+    factors: tuple[Tensor, ...]  # [b d e]
+    prefix: ClassVar[str]  # of the names of the factors in a checkpoint
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"{_CHOLESKY}{at}": factor for at, factor in enumerate(self.factors)}
+        return {f"{self.prefix}{at}": factor for at, factor in enumerate(self.factors)}
+
+    def each(self, multiply: Callable[[Tensor, Tensor], Tensor], t: Tensor) -> Tensor:
+        """Of t [*s p]: a function of the factor [b d e] and the columns [b d s] of every block."""
+        rows = t.view(-1, t.shape[-1])
+        out = torch.empty_like(rows)
+        for index, factor in zip(self.indices, self.factors, strict=True):
+            out[:, index] = multiply(factor, rows[:, index].permute(1, 2, 0)).permute(2, 0, 1)
+        return out.view_as(t)
 
 
 @final
 @dataclass(frozen=True)
-class PowerInverse(Inverse):
-    """(G_b + λ)^-p of every block, of blocks of one size as one batch; zero of a block of zeros with relative damping.
+class CholeskyInverse(BlockInverse):
+    """(G_b + λ)⁻¹ of every block by its Cholesky factor L; its root is L⁻ᵀ."""
+
+    layout: Layout
+    indices: tuple[Tensor, ...]
+    factors: tuple[Tensor, ...]  # L
+    prefix: ClassVar[str] = "cholesky/"
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return self.each(lambda L, columns: torch.cholesky_solve(columns, L), ω)
+
+    def root_times(self, ξ: Tensor) -> Tensor:
+        return self.each(lambda L, columns: torch.linalg.solve_triangular(L.mT, columns, upper=True), ξ)
+
+    def root_transpose_times(self, ω: Tensor) -> Tensor:
+        return self.each(lambda L, columns: torch.linalg.solve_triangular(L, columns, upper=False), ω)
+
+
+@final
+@dataclass(frozen=True)
+class PowerInverse(BlockInverse):
+    """(G_b + λ)^-p of every block by its root; zero of a block of zeros with relative damping.
 
     By its eigenvalues; on a GPU in single precision by products of matrices, where their residual is small.
     """
 
     layout: Layout
-    indices: tuple[Tensor, ...]  # [b d] flattened positions
-    roots: tuple[Tensor, ...]  # T = (G + λ)^-p/2 [b d d]
-
-    @staticmethod
-    def of(
-        layout: Layout,
-        indices: Sequence[Tensor],
-        matrices: Sequence[Tensor],
-        damping: Damping,
-        power: float,
-        what: str,
-    ) -> PowerInverse:
-        batches, shifts = _batched(indices, matrices), _shifts(matrices, damping)
-        roots = tuple(
-            _damped_root(matrix, _of_blocks(shifts, numbers), damping, power, what) for numbers, _, matrix in batches
-        )
-        if damping == 0:
-            refuse_rounding(torch.cat([matrix.diagonal() for matrix in matrices]), what)
-        return PowerInverse(layout, tuple(index for _, index, _ in batches), roots)
+    indices: tuple[Tensor, ...]
+    factors: tuple[Tensor, ...]  # T = (G + λ)^-p/2
+    prefix: ClassVar[str] = "power/"
 
     def solve(self, ω: Tensor) -> Tensor:
-        return _through_roots(self.indices, self.roots, ω)
+        return self.each(_times_square, ω)
 
-    def coloured(self, ξ: Tensor) -> Tensor:
-        return self._through(ξ, self.roots)
+    def root_times(self, ξ: Tensor) -> Tensor:
+        return self.each(torch.matmul, ξ)
 
-    def whitened(self, ω: Tensor) -> Tensor:
-        return self._through(ω, [root.mT for root in self.roots])
+    def root_transpose_times(self, ω: Tensor) -> Tensor:
+        return self.each(lambda T, columns: T.mT @ columns, ω)
 
-    def _through(self, t: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-        """The matrix of every block times t [s p]."""
-        out = torch.empty_like(t)
-        for index, matrix in zip(self.indices, matrices, strict=True):
-            out[:, index] = torch.einsum("bde,sbe->sbd", matrix, t[:, index])
-        return out
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"{_POWER}{at}": root for at, root in enumerate(self.roots)}
+@final
+@dataclass(frozen=True)
+class PseudoInverse(BlockInverse):
+    """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W.
+
+    Without a weight it is the Moore–Penrose inverse (van Oostrum, Müller and Ay (2023, (33)).
+
+    Eigenvalues at most ``rtol`` times the largest count as zero. Without a weight it has powers, (G⁺)^p.
+    """
+
+    layout: Layout
+    indices: tuple[Tensor, ...]
+    factors: tuple[Tensor, ...]  # [b d r]: the pseudo-inverse is T Tᵀ
+    prefix: ClassVar[str] = "root/"
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return self.each(_times_square, ω)
+
+
+def _times_square(T: Tensor, columns: Tensor) -> Tensor:
+    """T Tᵀ of every block times its columns."""
+    return T @ (T.mT @ columns)
 
 
 def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: float, what: str) -> Tensor:
@@ -520,67 +525,13 @@ def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: fl
     return root.masked_fill_(unused.unsqueeze(-1) != unused.unsqueeze(-2), 0.0)
 
 
-@final
-@dataclass(frozen=True)
-class PseudoInverse(Inverse):
-    """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W.
-
-    Without a weight it is the Moore–Penrose inverse (van Oostrum, Müller and Ay (2023, (33)).
-
-    Eigenvalues at most ``rtol`` times the largest count as zero. Without a weight it has powers, (G⁺)^p.
-    """
-
-    layout: Layout
-    indices: tuple[Tensor, ...]  # [b d]
-    roots: tuple[Tensor, ...]  # [b d r]: the pseudo-inverse is root rootᵀ
-
-    @staticmethod
-    def of(
-        layout: Layout,
-        indices: Sequence[Tensor],
-        matrices: Sequence[Tensor],
-        damping: Damping,
-        rtol: float | None,
-        weight: Tensor | None,
-        power: float = 1.0,
-    ) -> Inverse:
-        if power == 0:
-            return IdentityInverse(layout)
-        batches, shifts, largest = _batched(indices, matrices), _shifts(matrices, damping), _largest(matrices)
-        roots = []
-        for numbers, index, matrix in batches:
-            check_finite(matrix, "the metric")
-            λ = _of_blocks(shifts, numbers)
-            eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-            damped = matrix + (λ[:, None, None] if isinstance(λ, Tensor) else λ) * eye
-            inverse_root = None if weight is None else _inverse_root(weight, index)
-            root = _pseudo_root(damped, rtol, inverse_root, damping, power)
-            sizes = damped.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=0).sqrt()
-            roots.append(root.masked_fill(is_rounding(sizes, largest)[:, None, None], 0.0))
-        return PseudoInverse(layout, tuple(index for _, index, _ in batches), tuple(roots))
-
-    def solve(self, ω: Tensor) -> Tensor:
-        return _through_roots(self.indices, self.roots, ω)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"{_ROOT}{at}": root for at, root in enumerate(self.roots)}
-
-
-def _through_roots(indices: Sequence[Tensor], roots: Sequence[Tensor], ω: Tensor) -> Tensor:
-    """T Tᵀω [p] of every block."""
-    v = torch.empty_like(ω)
-    for index, root in zip(indices, roots, strict=True):
-        v[index] = (root @ (root.transpose(-1, -2) @ ω[index].unsqueeze(-1))).squeeze(-1)
-    return v
-
-
 def restored_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
     """The inverse with these tensors, of matrices at these flattened positions."""
     batches = tuple(index for _, index, _ in _batched(indices, indices))
-    for kind, prefix in ((CholeskyInverse, _CHOLESKY), (PseudoInverse, _ROOT), (PowerInverse, _POWER)):
-        factors = tuple(tensors[f"{prefix}{at}"] for at in range(len(batches)) if f"{prefix}{at}" in tensors)
-        if len(factors) == len(batches):
-            return kind(layout, batches, factors)
+    for kind in (CholeskyInverse, PseudoInverse, PowerInverse):
+        keys = [f"{kind.prefix}{at}" for at in range(len(batches))]
+        if all(key in tensors for key in keys):
+            return kind(layout, batches, tuple(tensors[key] for key in keys))
     return None
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import ClassVar, cast, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -25,65 +25,9 @@ from natgrad.model import Model
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
+from natgrad.structures.base import Cost, DualMetric, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
 
 _WHAT = "the diagonal metric"
-
-
-@final
-@dataclass(frozen=True, repr=False)
-class Diagonal(Structure):
-    """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product for every layer.
-
-    With a sampled metric this is the pullback sampling trick of Grosse (2021, (31)): one backward pass, and no
-    per-example gradient. ``power``: the metric is G^p, as in Adam with p = ½.
-
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> Diagonal().estimate(pb).values
-    tensor([1., 4., 1.])
-    """
-
-    suggested: ClassVar[bool] = True
-    power: float = field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_power(self.power, "Diagonal(power=…)")
-
-    def elements(self, pullback: Pullback) -> int:
-        return pullback.model.size
-
-    @without_autocast
-    def estimate(self, pullback: Pullback, like: Operator | None = None) -> DiagonalOperator:
-        self.admit(pullback)
-        return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square(), power=self.power)
-
-    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DiagonalOperator:
-        return self.restore(model, blocks, {"values": torch.ones(model.size, dtype=dtype, device=model.example.device)})
-
-    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
-        values = tensors["values"]
-        return DiagonalOperator(Layout.of(model.params, values.dtype), values, power=self.power)
-
-    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
-        return list(blocks)
-
-    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DiagonalOperator:
-        """g² (Duchi, Hazan and Singer 2011; Kingma and Ba 2015)."""
-        layout = Layout.of(sample.ω) if like is None else like.layout
-        values = layout.flatten(sample.ω).square_()
-        if sample.without and isinstance(like, DiagonalOperator):
-            absent = Subset.of(layout, sorted(sample.without))
-            absent.put(absent.take(like.values), values)
-        return DiagonalOperator(layout, values, power=self.power)
-
-    def extracted(self, G: Operator) -> DiagonalOperator:
-        return DiagonalOperator(G.layout, G.diagonal(), power=self.power)
-
-    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        p = sum(block.size for block in blocks)
-        return Cost(p, 0, p, p, {"G": (1, p)}) if iterative else Cost(2 * p, p, p, p, {"G": (1, p)})
 
 
 @final
@@ -91,7 +35,8 @@ class Diagonal(Structure):
 class DiagonalOperator(Operator):
     """G_pp, nothing beside it: ``values`` [p], and its ``power``."""
 
-    damped_by_parts: ClassVar[bool] = True
+    damps_per_block: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
     layout: Layout
     values: Tensor
     power: float = field(default=1.0, kw_only=True)
@@ -99,11 +44,22 @@ class DiagonalOperator(Operator):
     def product(self, v: Tensor) -> Tensor:
         return self.diagonal() * v
 
+    def mapped(self, f: Callable[[Tensor], Tensor]) -> DiagonalOperator:
+        return DiagonalOperator(self.layout, f(self.values))
+
+    def eigenvalues(self) -> Tensor:
+        return self.values.double()
+
     def diagonal(self) -> Tensor:
         return self.values if self.power == 1 else self.values.pow(self.power)
 
     def dense(self) -> Tensor:
         return self.diagonal().diag()
+
+    @without_autocast
+    def output_gram(self, pullback: Pullback) -> Tensor:
+        pairs = zip(pullback.blocks, pullback.collect(), strict=True)
+        return reduce(torch.add, (f.weighed_gram(block.pack(self.diagonal())) for block, f in pairs))
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         if self.power == 0:
@@ -111,19 +67,6 @@ class DiagonalOperator(Operator):
         damped = self._damped(damping)
         refuse_singular(damped, what=_WHAT, damping=damping)
         return self.power * damped.log().sum()
-
-    def eigenvalues(self) -> Tensor:
-        return self.values.double()
-
-    def lerp(self, other: Operator, weight: float) -> DiagonalOperator:
-        self.same_kind(other)
-        return replace(self, values=torch.lerp(self.values, cast(DiagonalOperator, other).values, weight))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"values": self.values}
-
-    def averaged(self) -> dict[str, Tensor]:
-        return self.tensors()
 
     def nonnegative(self) -> dict[str, Tensor]:
         return self.tensors()
@@ -134,11 +77,7 @@ class DiagonalOperator(Operator):
     def inverse(self, damping: Damping) -> Inverse:
         if self.power == 0:
             return IdentityInverse(self.layout)
-        damped = self._damped(damping)
-        return ScaleInverse(self.layout, inverse_powered(damped, self.power))
-
-    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        return ScaleInverse(self.layout, tensors["scale"]) if "scale" in tensors else None
+        return self._dual(inverse_powered(self._damped(damping), self.power))
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         # The weight chooses among solutions that differ in the null space. For a diagonal G the one of least norm is
@@ -152,7 +91,10 @@ class DiagonalOperator(Operator):
         rtol = damped.numel() * torch.finfo(damped.dtype).eps if rtol is None else rtol
         refuse_indefinite(damped, rtol, damping, _WHAT)
         cut = rtol * damped.max()
-        return ScaleInverse(self.layout, torch.where(damped > cut, damped, torch.inf).pow(-self.power))
+        return self._dual(torch.where(damped > cut, damped, torch.inf).pow(-self.power))
+
+    def _dual(self, scale: Tensor) -> DualMetric:
+        return DualMetric(self.layout, DiagonalOperator(self.layout, scale))
 
     def _damped(self, damping: Damping) -> Tensor:
         """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""
@@ -180,30 +122,51 @@ class DiagonalOperator(Operator):
 
 
 @final
-@dataclass(frozen=True)
-class ScaleInverse(Inverse):
-    """Division by the diagonal."""
+@dataclass(frozen=True, repr=False)
+class Diagonal(Structure):
+    """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product for every layer.
 
-    by_layer: ClassVar[bool] = True
-    layout: Layout
-    scale: Tensor  # [p]
+    With a sampled metric this is the pullback sampling trick of Grosse (2021, (31)): one backward pass, and no
+    per-example gradient. ``power``: the metric is G^p, as in Adam with p = ½.
 
-    def solve(self, ω: Tensor) -> Tensor:
-        return self.scale * ω
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Diagonal().estimate(pb).values
+    tensor([1., 4., 1.])
+    """
 
-    def coloured(self, ξ: Tensor) -> Tensor:
-        return self.scale.sqrt() * ξ
+    operator: ClassVar[type[Operator]] = DiagonalOperator
+    suggested: ClassVar[bool] = True
+    power: float = field(default=1.0, kw_only=True)
 
-    def whitened(self, ω: Tensor) -> Tensor:
-        return self.scale.sqrt() * ω
+    def __post_init__(self) -> None:
+        check_power(self.power, "Diagonal(power=…)")
 
     @without_autocast
-    def output_covariance(self, pullback: Pullback) -> Tensor:
-        pairs = zip(pullback.blocks, pullback.collect(), strict=True)
-        return reduce(torch.add, (f.weighed_gram(block.pack(self.scale)) for block, f in pairs))
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> DiagonalOperator:
+        self.admit(pullback)
+        return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square(), power=self.power)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"scale": self.scale}
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DiagonalOperator:
+        values = torch.ones(model.size, dtype=dtype, device=model.example.device)
+        return DiagonalOperator(Layout.of(model.params, dtype), values, power=self.power)
 
-    def nonnegative(self) -> dict[str, Tensor]:
-        return self.tensors()
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return list(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DiagonalOperator:
+        """g² (Duchi, Hazan and Singer 2011; Kingma and Ba 2015)."""
+        layout = Layout.of(sample.ω) if like is None else like.layout
+        values = layout.flatten(sample.ω).square_()
+        if sample.without and isinstance(like, DiagonalOperator):
+            absent = Subset.of(layout, sorted(sample.without))
+            absent.put(absent.take(like.values), values)
+        return DiagonalOperator(layout, values, power=self.power)
+
+    def extracted(self, G: Operator) -> DiagonalOperator:
+        return DiagonalOperator(G.layout, G.diagonal(), power=self.power)
+
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
+        p = sum(block.size for block in blocks)
+        return Cost(p, 0, p, p, {"G": (1, p)}) if iterative else Cost(2 * p, p, p, p, {"G": (1, p)})
