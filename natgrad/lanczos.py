@@ -17,7 +17,7 @@ from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
 from natgrad.pullbacks.pullback import MEMORY, LoaderPullback, Pullback
 from natgrad.structures.base import Operator
-from natgrad.structures.implicit import Implicit
+from natgrad.structures.implicit import Implicit, ImplicitOperator
 
 _BAR = 40  # characters of the longest bar
 _NOT_FINITE = "the Lanczos process met NaN or infinity in a product with the operator"
@@ -176,8 +176,8 @@ def spectral_density(
         G = Implicit().estimate(G)
     if probes < 2 or steps < 1:
         raise ValueError(f"spectral_density needs probes ≥ 2, for an error, and steps ≥ 1, got {probes} and {steps}")
-    columns = _root_columns(G, memory)
-    dimension, dtype = columns or G.layout.size, G.layout.dtype
+    rooted = _rooted(G, memory)
+    dimension, dtype = (rooted.root_columns if rooted else None) or G.layout.size, G.layout.dtype
     steps = min(steps, dimension)
     needed = steps * dimension * dtype.itemsize
     if needed > memory:
@@ -185,7 +185,7 @@ def spectral_density(
             f"{steps} vectors of {dimension:,} numbers need {needed:,} bytes, over the bound memory={memory:,}: lower "
             "steps=, or raise memory="
         )
-    product = G.product if columns is None else lambda t: G.push_root(G.pull_root(t))
+    product = G.product if rooted is None else lambda t: rooted.push_root(rooted.pull_root(t))
     device, rules, exhausted = G.device, [], True
     if steps == dimension:  # fewer products than those of two probes, which would not see multiplicities
         exact = _eigenvalues(product, dimension, dtype, device)
@@ -308,10 +308,9 @@ def residual(product: Callable[[Tensor], Tensor], ω: Tensor, steps: int) -> flo
     return float(torch.linalg.vector_norm(unit - T @ (torch.linalg.pinv(T) @ unit)))
 
 
-def _root_columns(G: Operator, memory: int) -> int | None:
-    """The rows N·K of a root, where they are fewer than the parameters and the root itself is not too large."""
-    pullbacks, columns = G.pullbacks, G.root_columns
-    if not pullbacks or columns is None or columns >= G.layout.size:
+def _rooted(G: Operator, memory: int) -> ImplicitOperator | None:
+    """G, where a root of it has fewer rows N·K than there are parameters, and the root itself is not too large."""
+    if not isinstance(G, ImplicitOperator) or G.root_columns is None or G.root_columns >= G.layout.size:
         return None
-    numbers = sum(pb.columns * pb.n * pb.y[0].numel() * pb.y.element_size() for _, pb in pullbacks)
-    return columns if numbers <= memory // 8 else None
+    numbers = sum(pb.columns * pb.n * pb.y[0].numel() * pb.y.element_size() for _, pb in G.pullbacks)
+    return G if numbers <= memory // 8 else None

@@ -17,7 +17,7 @@ from natgrad.linalg import check_finite, check_positive, eigh, eigvalsh, svd
 from natgrad.pullbacks.pullback import Pullback
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Inverse, Layout, Operator, Structure, averaged
+from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, averaged
 from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit, ImplicitOperator
 from natgrad.structures.kernel import Kernel
@@ -82,7 +82,7 @@ class ResidualJacobian(ABC):
 
     @property
     @abstractmethod
-    def operator(self) -> Operator:
+    def operator(self) -> RootedOperator:
         """G = JᵀJ, exact."""
 
     def solve(self, t: Tensor, damping: float) -> Tensor:

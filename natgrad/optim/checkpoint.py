@@ -25,6 +25,7 @@ from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operation_layers import loaded, with_layers
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 from natgrad.structures.identity import constant
+from natgrad.structures.kronecker import with_roots_of
 
 T = TypeVar("T")
 Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
@@ -104,9 +105,9 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
         return nothing
     λ, inverted = preconditioner.damping, preconditioner.inverted_metric(G)
     inverse = solver.init(inverted, λ)
-    if inverse.remembers:  # what it starts from, once it has been used
+    if inverse.reuses_output:  # what it starts from, once it has been used
         inverse.solve(torch.ones(model.size, dtype=G.layout.dtype, device=model.example.device))
-    return {"operator": G.informed(inverse, λ).tensors(), "inverse": inverse.tensors()}
+    return {"operator": with_roots_of(G, inverse, λ).tensors(), "inverse": inverse.tensors()}
 
 
 def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Callable[[], None]:

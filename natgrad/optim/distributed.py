@@ -26,6 +26,7 @@ from natgrad.linalg import Damping
 from natgrad.pullbacks.layer import Block
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.layered import LayerOperator
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -65,9 +66,9 @@ class World:
         """The mean of tensors over all processes, each by itself."""
         return list(values)
 
-    def renewed(self, G: Operator) -> Operator:
-        """``G.renewed()``; each process does its share."""
-        return G.renewed()
+    def with_new_basis(self, G: Operator) -> Operator:
+        """The metric with new eigenvectors, where it has some; each process does its share."""
+        return G.with_new_basis() if isinstance(G, LayerOperator) else G
 
     def inverse(
         self, solver: Solver, G: Operator, damping: Damping, *, last: Inverse | None = None, warm: Tensors | None = None
@@ -205,17 +206,19 @@ class Group(World):
     def inverse(
         self, solver: Solver, G: Operator, damping: Damping, *, last: Inverse | None = None, warm: Tensors | None = None
     ) -> Inverse:
-        if G.inverts_at_once and last is not None:  # all processes have the same G
+        if isinstance(G, LayerOperator) and G.inverts_at_once and last is not None:  # all processes have the same G
             return solver.again(last, G, damping)
         start = warm if last is None else last.tensors()
 
         def invert(share: Operator) -> Inverse:
             return solver.init(share, damping, start)
 
-        return G.shared_inverse(invert, self, damping) if solver.by_layer else invert(G)
+        return (
+            G.shared_inverse(invert, self, damping) if isinstance(G, LayerOperator) and solver.by_layer else invert(G)
+        )
 
-    def renewed(self, G: Operator) -> Operator:
-        return G.renewed(self)
+    def with_new_basis(self, G: Operator) -> Operator:
+        return G.with_new_basis(self) if isinstance(G, LayerOperator) else G
 
     def share(self, blocks: Sequence[Block]) -> list[int]:
         """The layers that this process inverts."""

@@ -381,10 +381,10 @@ class NaturalGradient(torch.optim.Optimizer):
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
-        G = self.preconditioner.informed(G)
+        G = self.preconditioner.with_roots(G)
         self.tracker.commit(G, estimated)
         if estimated:
-            self.tracker.average = self.preconditioner.followed(G)
+            self.tracker.average = self.preconditioner.refresh_basis_after(G)
 
     def _captures_metric(self, without_grad: frozenset[str]) -> bool:
         """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
@@ -429,7 +429,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
         of_momenta, of_metric = self._momentum_weights(), [] if average is None else [average[1]]
-        if idle - self.tracker.outside or not complete or inverse.remembers or not is_asynchronous(gradients[0].device):
+        whole = complete and not idle - self.tracker.outside
+        if not whole or inverse.reuses_output or not is_asynchronous(gradients[0].device):
             velocity, _ = run(gradients, [*rates, *of_momenta, *of_metric])
         else:
             numbers, key = [*(float(rate) for rate in rates), *of_momenta, *of_metric], self._graph_key()
@@ -546,10 +547,10 @@ class NaturalGradient(torch.optim.Optimizer):
             rates=update.rates,
             decay=lambda: update.decayed(params),
             smooth=smooth,
-            sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, like(damping, λ))),
+            sharp=lambda ω, λ: update.at_rest(inverse.sharp_at(ω, like(damping, λ))),
             move=move,
             velocity=lambda: update.velocity(tracker.model.params),
-            acceleration=lambda δ: -update.at_rest(inverse.apart(tracker.batch_queries.christoffel(δ))),
+            acceleration=lambda δ: -update.at_rest(inverse.sharp_cold(tracker.batch_queries.christoffel(δ))),
             queries=lambda: tracker.batch_queries,
             loss_at=loss_at,
             at_rest=update.at_rest,

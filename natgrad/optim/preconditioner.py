@@ -18,7 +18,9 @@ from natgrad.linalg import Damping
 from natgrad.optim.distributed import World
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
-from natgrad.structures.base import NOT_POSITIVE, Inverse, Operator
+from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.kronecker import NOT_POSITIVE, retry, with_roots_of
+from natgrad.structures.layered import LayerInverse, sides_of
 from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
@@ -70,7 +72,7 @@ class Preconditioner:
         """
         inverse = self.inverse
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
-        if inverse is not None and inverse.remembers:
+        if inverse is not None and inverse.reuses_output:
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used
         self._overwritten, self._step, self._grown = False, step, bool(self.unseen - G.unseen)
         self.outdated |= changed or self.damping != damping
@@ -89,9 +91,9 @@ class Preconditioner:
         """G, with a new basis if inverse and basis are due."""
         if self._follows or not self.due(damping):
             return G
-        return self._renewed(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
+        return self._with_new_basis(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
 
-    def followed(self, G: Operator) -> Operator:
+    def refresh_basis_after(self, G: Operator) -> Operator:
         """After a step with a new gradient, G in a new basis, if one is due before the next (Vyas et al. 2024).
 
         The first basis is that of the first gradient, which is all that G has seen then.
@@ -99,14 +101,14 @@ class Preconditioner:
         if not self._follows or self._step == 0 or not self.schedule.basis_due_after(self._step):
             return G
         outdated, self.outdated = self.outdated, True  # the inverse has the old basis, also where this raises
-        renewed = self._renewed(G)
+        renewed = self._with_new_basis(G)
         self.outdated = outdated or renewed is not G
         return renewed
 
-    def informed(self, G: Operator) -> Operator:
+    def with_roots(self, G: Operator) -> Operator:
         """G, with what its next estimates need of an inverse that was made in this step."""
         new = self.inverse is not None and self.inverted == self._step
-        return G.informed(self.inverse, self.damping) if new and self.inverse is not None else G
+        return with_roots_of(G, self.inverse, self.damping) if new and self.inverse is not None else G
 
     def due(self, damping: Damping) -> bool:
         """Whether the inverse is computed again in this step.
@@ -131,7 +133,7 @@ class Preconditioner:
             return last
         assert G is not None
         overwritten = self._overwritten
-        self._overwritten |= last is not None and self.solver.overwrites and self.world.size == 1
+        self._overwritten |= last is not None and self.solver.works_in_place and self.world.size == 1
         try:
             with full_precision(self._device):
                 self.inverse = self._inverse(G, damping, last)
@@ -144,9 +146,9 @@ class Preconditioner:
             raise
         else:
             self._count_inverse(last)
-            if last is not None and is_asynchronous(self._device):
+            if isinstance(last, LayerInverse) and is_asynchronous(self._device):
                 # A captured step reads the inverse where the last one was, in this step already.
-                self.inverse = last.overwritten(self.inverse)
+                self.inverse = last.copy_into(self.inverse)
             self._overwritten |= self.inverse is last
             self.version += self.inverse is not last
         self.damping, self.outdated = damping, False
@@ -156,7 +158,7 @@ class Preconditioner:
 
     def capturable(self, G: Operator, damping: Damping) -> bool:
         """Whether the inverse of G can be computed inside a captured step, by ``prepare_in_step``."""
-        if self.inverse is None or not self.solver.overwrites or self.unseen:
+        if not isinstance(self.inverse, LayerInverse) or not self.solver.works_in_place or self.unseen:
             return False
         if damping != self.damping or damping == 0:  # a number in the graph, where a schedule would need many graphs
             return False
@@ -195,42 +197,42 @@ class Preconditioner:
     def _inverse(self, G: Operator, damping: Damping, last: Inverse | None) -> Inverse:
         return self.world.inverse(self.solver, self.inverted_metric(G), damping, last=last, warm=self.warm)
 
-    def sharp(self, ω: Covector, damping: Damping) -> Vector:
+    def sharp_at(self, ω: Covector, damping: Damping) -> Vector:
         """(G + λ)⁻¹ω in the precision of the metric, under autocast too. The result may be overwritten."""
         self.prepare(damping)
-        return self.sharp_alone(ω)
+        return self.sharp(ω)
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
         """(G + λ)⁻¹ω and ⟨ω, (G + λ)⁻¹ω⟩ []."""
         assert self.inverse is not None
         with full_precision(self._device):
             v, pairing = self.inverse.sharp_with_pairing(ω)
-        return (v.map(torch.clone) if self.inverse.remembers else v), pairing
+        return (v.map(torch.clone) if self.inverse.reuses_output else v), pairing
 
-    def sharp_alone(self, ω: Covector) -> Vector:
+    def sharp(self, ω: Covector) -> Vector:
         """(G + λ)⁻¹ω with the inverse that is there. The result may be overwritten."""
         assert self.inverse is not None
         with full_precision(self._device):
             v = self.inverse.sharp(ω)
-        return v.map(torch.clone) if self.inverse.remembers else v
+        return v.map(torch.clone) if self.inverse.reuses_output else v
 
     @property
-    def apart(self) -> SharpMap:
+    def sharp_cold(self) -> SharpMap:
         """(G + λ)⁻¹ω of covectors unlike the gradient: an iterative solver does not start the next solve from them."""
-        return self.apart_from(None)
+        return self.sharp_cold_except(None)
 
-    def apart_from(self, gradient: Covector | None) -> SharpMap:
+    def sharp_cold_except(self, gradient: Covector | None) -> SharpMap:
         """The same, and of the gradient itself, from which it does."""
         inverse = self.inverse
         assert inverse is not None
 
         def solve(ω: Covector) -> Vector:
             if ω is gradient:
-                return self.sharp_alone(ω)
+                return self.sharp(ω)
             with full_precision(self._device):
                 return copy.copy(inverse).sharp(ω)
 
-        return SharpMap(solve, inverse.sides)
+        return SharpMap(solve, lambda: sides_of(inverse))
 
     def handle_async_failure(self, G: Operator | None) -> None:
         """A GPU reports a step or two late that it could not invert a factor. Its last inverse is still there.
@@ -238,9 +240,9 @@ class Preconditioner:
         The factor is inverted again in double precision, which waits for the GPU. If that fails as well, the last
         inverse is used; without one this raises.
         """
-        if self.inverse is None or not self.inverse.failed():
+        if not isinstance(self.inverse, LayerInverse) or not self.inverse.failed():
             return
-        self.inverse.forgive()
+        self.inverse.clear_failures()
         why = self._retry_in_double(self.inverse, G)
         if why is None:
             return
@@ -257,15 +259,15 @@ class Preconditioner:
             return NOT_POSITIVE
         try:
             with full_precision(self._device):
-                self.inverted_metric(G).mend(inverse, self.damping)
+                retry(self.inverted_metric(G), inverse, self.damping)
         except FactorisationError as error:
             return str(error)
         return None
 
-    def _renewed(self, G: Operator) -> Operator:
+    def _with_new_basis(self, G: Operator) -> Operator:
         try:
             with full_precision(self._device):
-                return self.world.renewed(G)
+                return self.world.with_new_basis(G)
         except FactorisationError as error:
             if self.inverse is None:  # there is nothing to go on with
                 raise

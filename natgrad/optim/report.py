@@ -22,7 +22,7 @@ from natgrad.pullbacks.operation_layers import is_operation
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
 from natgrad.structures.base import Cost, LayerSpectrum
-from natgrad.structures.layered import LATE, Layered
+from natgrad.structures.layered import LATE, Layered, LayerOperator
 from natgrad.structures.refresh import Refresh
 
 _PENDING = "found at the first pass"
@@ -423,7 +423,7 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
     λ, factored, δ = preconditioner.damping, preconditioner.solver.damps_factors, last.displacement
     ω = G.flat(δ)
     with torch.no_grad():
-        spectra = G.layer_spectra()
+        spectra = G.layer_spectra() if isinstance(G, LayerOperator) else ()
         eps = torch.finfo(G.layout.dtype).eps
         layers = [_layer(layer, λ, factored, G.power, _norm(δ, ω, layer.names), eps) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}

@@ -1036,7 +1036,7 @@ class MetricTracker:
             self._agreed = True
             self.world.agree(None)
             common = self._mean(estimate, pb.n)
-            estimate = self.structure.estimate(pb, self.world.renewed(common))
+            estimate = self.structure.estimate(pb, self.world.with_new_basis(common))
             self._agreed = False
         self._hold_estimate(estimate, pb.n)
 

@@ -374,9 +374,9 @@ def _direction(
 ) -> tuple[Vector, Tensor | None]:
     """v and, if it is ``measured``, ⟨ω, v⟩ []."""
     if type(rule).direction is not PlainRule.direction:
-        v = rule.direction(ω, inverse.apart_from(ω))
+        v = rule.direction(ω, inverse.sharp_cold_except(ω))
         return v, fused.pairing([(ω[name], t) for name, t in v.items()]) if measured else None
-    return inverse.sharp_with_pairing(ω) if measured else (inverse.sharp_alone(ω), None)
+    return inverse.sharp_with_pairing(ω) if measured else (inverse.sharp(ω), None)
 
 
 def _can_roll(v: Vector, update: ParamUpdate) -> bool:

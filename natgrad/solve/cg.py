@@ -17,7 +17,8 @@ from natgrad.linalg import Damping, check_damping, check_number_fields, range_ro
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots
 from natgrad.solve.solvers import Solver
-from natgrad.structures.base import Inverse, Layout, Operator, Structure, averaged
+from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, averaged
+from natgrad.structures.implicit import ImplicitOperator
 
 
 @final
@@ -88,7 +89,7 @@ class CG(Solver):
         if self.preconditioner is None:
             return None
         P, total = self.preconditioner.extracted(G), 1.0
-        if P is None and G.pullbacks:
+        if P is None and isinstance(G, ImplicitOperator):
             total = sum(weight for weight, _ in G.pullbacks)
             P = averaged([(weight, self.preconditioner.estimate(pb)) for weight, pb in G.pullbacks])
         if P is not None:
@@ -113,14 +114,14 @@ class CGInverse(Inverse):
     report: CGReport | None = field(default=None)
 
     @property
-    def remembers(self) -> bool:
+    def reuses_output(self) -> bool:
         return True
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.guess is None else {"guess": self.guess}
 
-    def raised(self, ω: Covector) -> Vector:
-        v = super().raised(ω)
+    def sharp(self, ω: Covector) -> Vector:
+        v = super().sharp(ω)
         if self._failed():
             self._refuse()
         return v
@@ -156,28 +157,26 @@ class CGInverse(Inverse):
         return v
 
     @property
-    def noise(self) -> int:
-        return self.layout.size + self._columns()
+    def root_size(self) -> int:
+        return self.layout.size + (self._rooted().root_columns or 0)
 
-    def coloured(self, ξ: Tensor) -> Tensor:
+    def root_times(self, ξ: Tensor) -> Tensor:
         """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂), one solve a sample."""
-        G = self.operator
-        white, pulled = ξ.split([self.layout.size, self._columns()], dim=1)
+        G = self._rooted()
+        white, pulled = ξ.split([self.layout.size, self.root_size - self.layout.size], dim=1)
         pairs = zip(white, pulled, strict=True)
         return torch.stack([self._converged(math.sqrt(self.damping) * a + G.pull_root(b)) for a, b in pairs])
 
-    def whitened(self, ω: Tensor) -> Tensor:
-        self._columns()
-        G = self.operator
+    def root_transpose_times(self, ω: Tensor) -> Tensor:
+        G = self._rooted()
         solved = [self._converged(row) for row in ω]
         return torch.stack([torch.cat([math.sqrt(self.damping) * v, G.push_root(v)]) for v in solved])
 
-    def _columns(self) -> int:
-        """The size of the root of the metric, without which there are no samples."""
-        columns = self.operator.root_columns
-        if columns is None:
+    def _rooted(self) -> RootedOperator:
+        """The metric with its root, without which there are no samples."""
+        if not isinstance(self.operator, RootedOperator) or self.operator.root_columns is None:
             self.refuse_root()
-        return columns
+        return self.operator
 
     def _converged(self, ω: Tensor) -> Tensor:
         """The solution; raises where it was not reached, since samples would have another covariance."""

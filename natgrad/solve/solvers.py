@@ -13,6 +13,10 @@ from torch import Tensor
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, check_damping, check_number_fields
 from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
+from natgrad.structures.identity import IdentityOperator
+from natgrad.structures.implicit import ImplicitOperator
+from natgrad.structures.kronecker import KroneckerOperator
 
 
 class Solver(ABC):
@@ -21,7 +25,7 @@ class Solver(ABC):
     by_layer: ClassVar[bool] = False  # whether the inverse of a layer depends on that layer alone
     damps_factors: ClassVar[bool] = False  # whether the damping is added to the factors of a layer, not to the metric
     iterative: ClassVar[bool] = False  # whether it needs products with the metric only
-    overwrites: ClassVar[bool] = False  # whether ``again`` makes the new inverse in the memory of the last one
+    works_in_place: ClassVar[bool] = False  # whether ``again`` makes the new inverse in the memory of the last one
     damping_note: ClassVar[str] = "exact, (G + λ·1)⁻¹"  # what becomes of the damping
 
     @abstractmethod
@@ -64,7 +68,7 @@ class Cholesky(Solver):
 
     def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
         check_damping(damping, G.layout.dtype)
-        return G.inverse_again(last, damping)
+        return G.inverse_again(last, damping) if isinstance(G, EigenKroneckerOperator) else G.inverse(damping)
 
 
 @final
@@ -85,16 +89,27 @@ class Factored(Solver):
 
     by_layer: ClassVar[bool] = True
     damps_factors: ClassVar[bool] = True
-    overwrites: ClassVar[bool] = True
+    works_in_place: ClassVar[bool] = True
     damping_note: ClassVar[str] = "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
 
     def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
-        return G.factored_inverse(damping, warm or {})
+        return _factored(G, damping, warm or {})
 
     def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
         check_damping(damping, G.layout.dtype)
-        return G.factored_inverse(damping, {}, last)
+        return _factored(G, damping, {}, last)
+
+
+def _factored(G: Operator, damping: Damping, warm: Mapping[str, Tensor], into: Inverse | None = None) -> Inverse:
+    if isinstance(G, KroneckerOperator):
+        return G.factored_inverse(damping, warm, into)
+    if isinstance(G, IdentityOperator):
+        return G.inverse(damping)
+    if isinstance(G, EigenKroneckerOperator):
+        G.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")
+    others = "CG" if isinstance(G, ImplicitOperator) else "Cholesky or CG"
+    return G.refuse("Factored", f"it has no Kronecker factors to be damped one by one; use {others}")
 
 
 @final

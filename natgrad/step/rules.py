@@ -13,6 +13,7 @@ from natgrad.errors import SingularMetricError
 from natgrad.geometry import Vector
 from natgrad.linalg import check_number_fields
 from natgrad.step.base import PlainRule, Step, StepContext, StepRule
+from natgrad.structures.dense import inverse_in_units
 
 
 @final
@@ -232,7 +233,7 @@ class LevenbergMarquardt(StepRule):
         """The displacement with the damping λ."""
         if context.residuals is not None:
             return context.move(context.residuals.solve(context.residuals.value, λ))
-        inverse = context.operator.inverse_in_units(λ) if self.scaled else None
+        inverse = inverse_in_units(context.operator, λ) if self.scaled else None
         if inverse is None:
             return context.natural(λ)
         return context.move(context.at_rest(inverse.sharp(context.smooth(context.differential))))

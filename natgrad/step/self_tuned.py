@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.geometry import Vector
 from natgrad.linalg import check_number_fields
 from natgrad.step.base import Step, StepContext, StepRule
+from natgrad.structures.layered import LayerOperator
 
 _CUT, _CUTS = 4.0, 3  # a step that is too long is divided by 4, at most 3 times; so is a damping that is too large
 _GROWTH = 3.0  # the longest step that is not tried, over the one before
@@ -82,7 +83,7 @@ class SelfTuned(StepRule):
         slope = flat @ context.differential.flatten().to(flat.dtype)
         H = context.curvature(basis, self.fraction).to(flat.dtype) + λ * (flat @ flat.T)
         weights = _best(H, slope)
-        every = self.every or (5 if context.operator.factored else 1)
+        every = self.every or (5 if isinstance(context.operator, LayerOperator) else 1)
         untried = bool(context.step % every)
         if untried and last is not None:
             weights = weights * _no_longer(_GROWTH**2 * H[1, 1], weights @ H @ weights)

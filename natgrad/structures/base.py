@@ -11,7 +11,7 @@ that have layers is in ``layered.py``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, reduce
 from typing import Any, ClassVar, NoReturn, Protocol, cast, final
@@ -649,6 +649,7 @@ class DualMetric(Inverse):
 
     layout: Layout
     operator: Operator
+    names: Mapping[str, str] = field(default_factory=dict)  # of its tensors in a checkpoint, where they are others
 
     def solve(self, ω: Tensor) -> Tensor:
         return self.operator.product(ω)
@@ -667,14 +668,15 @@ class DualMetric(Inverse):
     def by_layer(self) -> bool:
         return self.operator.by_layer
 
+    @without_autocast
     def output_covariance(self, pullback: Pullback) -> Tensor:
         return self.operator.output_gram(pullback)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.operator.tensors()
+        return {self.names.get(key, key): t for key, t in self.operator.tensors().items()}
 
     def nonnegative(self) -> dict[str, Tensor]:
-        return self.operator.nonnegative()
+        return {self.names.get(key, key): t for key, t in self.operator.nonnegative().items()}
 
 
 @final

@@ -46,6 +46,11 @@ class MatrixOperator(Operator):
 
     @property
     @abstractmethod
+    def what(self) -> str:
+        """One of its matrices, for errors."""
+
+    @property
+    @abstractmethod
     def titles(self) -> list[str]:
         """What every matrix is, for errors."""
 
@@ -112,27 +117,17 @@ class MatrixOperator(Operator):
         """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
         if self.power == 0:
             return IdentityInverse(self.layout)
-        shifts, what = _shifts(self.matrices, damping), ", ".join(self.titles)
-        batches = _batched(self.indices, self.matrices)
-        indices = tuple(index for _, index, _ in batches)
+        shifts = _shifts(self.matrices, damping)
         if self.power == 1 and not (isinstance(shifts, Tensor) and bool((shifts == 0).any())):
-            largest = _largest(self.matrices)
-            factors = (cholesky(matrix, _of_blocks(shifts, b), what, largest) for b, _, matrix in batches)
-            return CholeskyInverse(self.layout, indices, tuple(factors))
-        roots = (_damped_root(matrix, _of_blocks(shifts, b), damping, self.power, what) for b, _, matrix in batches)
-        inverse = PowerInverse(self.layout, indices, tuple(roots))
+            return CholeskyInverse.of(self.layout, self.indices, self.matrices, damping, self.what)
+        batches = _batched(self.indices, self.matrices)
+        roots = (
+            _damped_root(matrix, _of_blocks(shifts, b), damping, self.power, self.what) for b, _, matrix in batches
+        )
+        inverse = PowerInverse(self.layout, tuple(index for _, index, _ in batches), tuple(roots))
         if damping == 0:
-            refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), what)
+            refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), self.what)
         return inverse
-
-    def inverse_in_units(self, damping: float) -> Inverse | None:
-        """(G + λ·diag G)⁻¹, the damping of Marquardt (1963), which does not change with the units of the parameters.
-
-        None of a power of G.
-        """
-        largest = _largest(self.matrices)
-        damped = self.with_matrices([_in_units(matrix, damping, largest) for matrix in self.matrices])
-        return damped.inverse(0.0) if self.power == 1 else None
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
@@ -175,8 +170,12 @@ class DenseOperator(MatrixOperator):
         return (torch.arange(self.layout.size, device=self.matrix.device),)
 
     @property
+    def what(self) -> str:
+        return "the dense metric"
+
+    @property
     def titles(self) -> list[str]:
-        return ["the dense metric"]
+        return [self.what]
 
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> DenseOperator:
         return DenseOperator(self.layout, *matrices, power=power)
@@ -199,6 +198,10 @@ class BlockDenseOperator(MatrixOperator):
     indices: tuple[Tensor, ...]
     matrices: tuple[Tensor, ...]
     power: float = field(default=1.0, kw_only=True)
+
+    @property
+    def what(self) -> str:
+        return f"a block of the metric ({', '.join(self.names)})"
 
     @property
     def titles(self) -> list[str]:
@@ -395,6 +398,17 @@ def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:
     return (vectors * powered(values, power, what)) @ vectors.T
 
 
+def inverse_in_units(G: Operator, damping: float) -> Inverse | None:
+    """(G + λ·diag G)⁻¹, the damping of Marquardt (1963), which does not change with the units of the parameters.
+
+    None where G is not kept as matrices, and of a power of G.
+    """
+    if not isinstance(G, MatrixOperator) or G.power != 1:
+        return None
+    largest = _largest(G.matrices)
+    return G.with_matrices([_in_units(matrix, damping, largest) for matrix in G.matrices]).inverse(0.0)
+
+
 def _in_units(matrix: Tensor, damping: float, largest: Tensor) -> Tensor:
     """G + λ·diag G; parameters that nothing depends on have the largest unit, and λ = 1: they do not move."""
     units = matrix.diagonal()
@@ -450,6 +464,15 @@ class CholeskyInverse(BlockInverse):
     indices: tuple[Tensor, ...]
     factors: tuple[Tensor, ...]  # L
     prefix: ClassVar[str] = "cholesky/"
+
+    @staticmethod
+    def of(
+        layout: Layout, indices: Sequence[Tensor], matrices: Sequence[Tensor], damping: Damping, what: str
+    ) -> CholeskyInverse:
+        """Of G + λ with these matrices at these positions, which errors call ``what``."""
+        batches, shifts, largest = _batched(indices, matrices), _shifts(matrices, damping), _largest(matrices)
+        factors = (cholesky(matrix, _of_blocks(shifts, numbers), what, largest) for numbers, _, matrix in batches)
+        return CholeskyInverse(layout, tuple(index for _, index, _ in batches), tuple(factors))
 
     def solve(self, ω: Tensor) -> Tensor:
         return self.each(lambda L, columns: torch.cholesky_solve(columns, L), ω)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import ClassVar, final
 
@@ -93,8 +93,11 @@ class DiagonalOperator(Operator):
         cut = rtol * damped.max()
         return self._dual(torch.where(damped > cut, damped, torch.inf).pow(-self.power))
 
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        return self._dual(tensors["scale"]) if "scale" in tensors else None
+
     def _dual(self, scale: Tensor) -> DualMetric:
-        return DualMetric(self.layout, DiagonalOperator(self.layout, scale))
+        return DualMetric(self.layout, DiagonalOperator(self.layout, scale), names={"values": "scale"})
 
     def _damped(self, damping: Damping) -> Tensor:
         """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""

@@ -308,7 +308,7 @@ class EigenKroneckerOperator(LayerOperator):
             there,
             left=self.layers_lerp(there, self.left, there.left, weight),
             right=self.layers_lerp(there, self.right, there.right, weight),
-            scales=self.layers_lerp(there, there.basis.carried(self.scales, self.basis), there.scales, weight),
+            scales=self.layers_lerp(there, there.basis.change_basis(self.scales, self.basis), there.scales, weight),
             fallback=fallback,
             unseen=self.unseen & there.unseen,
             positions=(),
@@ -327,18 +327,20 @@ class EigenKroneckerOperator(LayerOperator):
         basis = Basis(tuple(copies[2]), tuple(copies[3]))
         return replace(self, left=left, right=right, basis=basis, scales=scales, in_place=True)
 
-    def renewed(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> EigenKroneckerOperator:
+    def with_new_basis(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now, with D ``carried`` there, or ``sorted``.
 
         ``exact``: the eigenvectors themselves, also where they are otherwise iterated; D is carried to them.
         """
         if exact and self.eigenvectors != "exact":
-            decomposed = replace(self, eigenvectors="exact", moments="carried").renewed(sharing, exact=True)
+            decomposed = replace(self, eigenvectors="exact", moments="carried").with_new_basis(sharing, exact=True)
             return replace(decomposed, eigenvectors=self.eigenvectors, moments=self.moments)
         before = self if self.moments == "carried" else self._sorted()
         basis = before._next_basis(range(len(self.blocks))) if sharing is None else before._shared_basis(sharing)
-        fallback = None if self.fallback is None else self.fallback.renewed(exact=exact)
-        scales, old = basis.carried(self.scales, self.basis) if before is self else before.scales, self.basis
+        fallback = (
+            self.fallback.with_new_basis(exact=exact) if isinstance(self.fallback, LayerOperator) else self.fallback
+        )
+        scales, old = basis.change_basis(self.scales, self.basis) if before is self else before.scales, self.basis
         if not self.in_place or [q is None for q in basis.both] != [q is None for q in old.both]:
             return replace(self, basis=basis, scales=scales, fallback=fallback, in_place=False)
         here, there = ([t for t in (*b.both, *d) if t is not None] for b, d in ((old, self.scales), (basis, scales)))
@@ -363,7 +365,7 @@ class EigenKroneckerOperator(LayerOperator):
             return Basis.of(left, right)
         basis = self.basis
         old = replace(basis, left=tuple(basis.left[b] for b in numbers), right=tuple(basis.right[b] for b in numbers))
-        return old.followed(left, right, sort=self.moments == "carried")  # else they are sorted
+        return old.refresh_after(left, right, sort=self.moments == "carried")  # else they are sorted
 
     def _shared_basis(self, sharing: WorkSharing) -> Basis:
         """The eigenvectors of S and A, every process those of its layers."""
@@ -408,14 +410,6 @@ class EigenKroneckerOperator(LayerOperator):
             for block, values in zip(self.blocks, self.scales, strict=True):
                 self.refuse_singular(block, values, 0.0)
             self.refuse_rounding()
-
-    def factored_inverse(
-        self,
-        damping: Damping,
-        warm: Mapping[str, Tensor],
-        into: Inverse | None = None,
-    ) -> Inverse:
-        self.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")
 
 
 # Second moments of per-example gradients in a basis of every layer: D = Σ_kn (Qᵀ R_kn P)² (George et al. 2018).

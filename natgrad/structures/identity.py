@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from natgrad.linalg import Damping
 from natgrad.model import Model
-from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, Structure
+from natgrad.structures.base import IdentityInverse, Layout, Operator, Structure
 
 
 def constant(structure: Structure, model: Model) -> IdentityOperator | None:
@@ -44,28 +43,8 @@ class IdentityOperator(Operator):
     def diagonal(self) -> Tensor:
         return torch.ones(self.layout.size, dtype=self.layout.dtype)
 
-    def dense(self) -> Tensor:
-        return self.diagonal().diag()
-
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        return torch.zeros((), dtype=self.layout.dtype)
-
     def with_power(self, power: float) -> Self:
         return self
-
-    def inverse(self, damping: Damping) -> IdentityInverse:
-        return IdentityInverse(self.layout)
-
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> IdentityInverse:
-        return IdentityInverse(self.layout)
-
-    def factored_inverse(
-        self,
-        damping: Damping,
-        warm: Mapping[str, Tensor],
-        into: Inverse | None = None,
-    ) -> IdentityInverse:
-        return IdentityInverse(self.layout)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> IdentityInverse:
         return IdentityInverse(self.layout)
@@ -73,9 +52,3 @@ class IdentityOperator(Operator):
     def lerp(self, other: Operator, weight: float) -> Self:
         self.same_kind(other)
         return self
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}

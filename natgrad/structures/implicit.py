@@ -10,6 +10,7 @@ from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from natgrad.accelerate.devices import without_fused_recurrence
 from natgrad.accelerate.temporaries import HESSIAN_COLUMNS
@@ -21,7 +22,7 @@ from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Inverse, Layout, Operator, Structure
+from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure
 from natgrad.structures.dense import DenseOperator
 
 
@@ -44,9 +45,6 @@ class Implicit(Structure):
     def uncovered(self) -> None:
         return None
 
-    def elements(self, pullback: Pullback) -> int:
-        return pullback.model.size
-
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> ImplicitOperator:
         self.admit(pullback)
@@ -59,13 +57,12 @@ class Implicit(Structure):
 
 @final
 @dataclass(frozen=True)
-class ImplicitOperator(Operator):
+class ImplicitOperator(RootedOperator):
     """G v = Jᵀ h J v (Johnson 2017, (43)): the model is linearised once, at a snapshot of the parameters.
 
     A moving average is a weighted sum of such terms.
     """
 
-    products_only: ClassVar[bool] = True
     layout: Layout
     terms: tuple[tuple[float, Pullback, Linearisation], ...]
 
@@ -128,10 +125,6 @@ class ImplicitOperator(Operator):
             pullback.check_current("take diagonal() or trace()")
         return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
 
-    def dense(self) -> Tensor:
-        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.terms[0][1].y.device)
-        return torch.stack([self.product(column) for column in eye], dim=1)
-
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         self.refuse("logdet", "it has products only; estimate Dense or Kernel from the same pullback")
 
@@ -140,10 +133,6 @@ class ImplicitOperator(Operator):
         old = tuple(((1 - weight) * w, pullback, linear) for w, pullback, linear in self.terms)
         new = tuple((weight * w, pullback, linear) for w, pullback, linear in cast(ImplicitOperator, other).terms)
         return ImplicitOperator(self.layout, old + new)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Nothing is kept: a resumed run linearises again at its next forward pass."""
-        return {}
 
     def inverse(self, damping: Damping) -> Inverse:
         self.refuse("Cholesky", "it has products only; solve with CG(), or use Dense or Kernel")
@@ -200,9 +189,6 @@ class HessianOperator(Operator):
         tangents = self.layout.vector(v)
         return sum_of(self.terms(), lambda graph: graph.product(list(tangents.values()))).to(v.dtype)
 
-    def diagonal(self) -> Tensor:
-        return self.dense().diagonal()
-
     def dense(self) -> Tensor:
         eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.device)
         columns = eye.split(HESSIAN_COLUMNS)
@@ -212,11 +198,8 @@ class HessianOperator(Operator):
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         return DenseOperator(self.layout, self.dense()).logdet(damping)
 
-    def lerp(self, other: Operator, weight: float) -> Operator:
+    def lerp(self, other: Operator, weight: float) -> Self:
         self.refuse("a moving average", "take the Hessian of the averaged objective")
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
 
     def inverse(self, damping: Damping) -> Inverse:
         return DenseOperator(self.layout, self.dense()).inverse(damping)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, cast, final
@@ -32,7 +32,8 @@ from natgrad.model import Model
 from natgrad.pullbacks.factors import Factors
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, Structure
+from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, RootedOperator, Structure
+from natgrad.structures.woodbury import RangeInverse, WoodburyInverse, refined
 
 _REFINED = 2  # steps of iterative refinement
 
@@ -94,7 +95,7 @@ class Kernel(Structure):
 
 @final
 @dataclass(frozen=True)
-class KernelOperator(Operator):
+class KernelOperator(RootedOperator):
     """G = RᵀR with R [(k n) p] numbers as factors of every block; exact, and cheap when N·K < P.
 
     The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
@@ -194,22 +195,23 @@ class KernelOperator(Operator):
         positive = values > values.numel() * torch.finfo(values.dtype).eps * values[-1]
         return values[positive], vectors[:, positive]
 
-    def inside(self, v: Tensor) -> Tensor:
-        """Qᵀv [r]: the part of v in the range of G, in the eigenvectors of G."""
-        values, vectors = self.range
-        return values.rsqrt() * (vectors.T @ self.push(v).flatten())
+    @property
+    def root_columns(self) -> int | None:
+        return math.prod(self.factors[0].g.shape[:2]) if self.power == 1 else None
 
-    def combined(self, c: Tensor) -> Tensor:
-        """Q c [p]."""
-        values, vectors = self.range
-        return self.pull((vectors @ (values.rsqrt() * c)).view(self.factors[0].g.shape[:2]))
+    def push_root(self, v: Tensor) -> Tensor:
+        return self.push(v).flatten()
+
+    def pull_root(self, t: Tensor) -> Tensor:
+        return self.pull(t.view(self.factors[0].g.shape[:2]))
 
     def product(self, v: Tensor) -> Tensor:
         if self.power == 0:
             return v.clone()
         if self.power == 1:
             return self.pull(self.push(v))
-        return self.combined(self.range[0].pow(self.power) * self.inside(v))
+        Q = KernelRange(self)
+        return Q.pull_root(self.range[0].pow(self.power) * Q.push_root(v))
 
     def diagonal(self) -> Tensor:
         if self.power == 0:
@@ -299,17 +301,20 @@ class KernelOperator(Operator):
             return IdentityInverse(self.layout)
         λ = self.absolute(damping)
         if isinstance(damping, Relative) and λ == 0:  # so is G
-            return KernelPowerInverse(self.layout, self, torch.zeros_like(self.range[0]), 0.0)
+            return self._range_inverse(torch.zeros_like(self.range[0]), 0.0)
         self._check(λ)
         if self.power != 1:
             values = self.range[0]
-            return KernelPowerInverse(self.layout, self, (values + λ).pow(-self.power), λ**-self.power)
+            return self._range_inverse((values + λ).pow(-self.power), λ**-self.power)
         if self.K is not None:
             return PushThroughInverse.of(self.layout, PushThrough.of(replace(self, K=None), self.K, λ))
         gram = self.gram()
         factor = cholesky(gram, λ, "the kernel")
         refuse_lost_damping(λ, gram.diagonal(), "the kernel metric")
-        return WoodburyInverse(self.layout, self, factor, λ)
+        return WoodburyInverse(self.layout, self, factor.new_tensor(1 / λ), factor / math.sqrt(λ))
+
+    def _range_inverse(self, inside: Tensor, outside: float) -> RangeInverse:
+        return RangeInverse(self.layout, KernelRange(self), inside, inside.new_tensor(outside))
 
     def absolute(self, damping: Damping) -> float:
         if not isinstance(damping, Relative):
@@ -327,7 +332,7 @@ class KernelOperator(Operator):
             values = self.range[0]
             if rtol is not None:
                 values = torch.where(values > rtol * values[-1:], values, 0.0)
-            return KernelPowerInverse(self.layout, self, inverse_powered(values, self.power), 0.0)
+            return self._range_inverse(inverse_powered(values, self.power), 0.0)
         weight = cholesky(weight, 0.0, "Pinv(weight=…)") if weight is not None and weight.ndim == 2 else weight
         gram = self.gram() if weight is None else self._weighted_gram(weight)
         check_finite(gram, "the kernel")
@@ -366,43 +371,18 @@ class KernelOperator(Operator):
 
 @final
 @dataclass(frozen=True)
-class WoodburyInverse(Inverse):
-    """(RᵀR + λ)⁻¹ω = (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ, Woodbury's identity."""
+class KernelRange:
+    """The orthonormal rows Qᵀ [r p], the eigenvectors of G outside its null space: Qᵀ = w^-½ VᵀR."""
 
-    layout: Layout
     kernel: KernelOperator
-    factor: Tensor
-    damping: float
 
-    def solve(self, ω: Tensor) -> Tensor:
-        # For ω in the range of G, the usual case, nearly all of it cancels in the difference above: refine.
-        return _refined(self._apply, self.kernel, ω, self.damping)
+    def push_root(self, v: Tensor) -> Tensor:
+        values, vectors = self.kernel.range
+        return values.rsqrt() * (vectors.T @ self.kernel.push_root(v))
 
-    @property
-    def noise(self) -> int:
-        return self.layout.size + self.factor.shape[0]
-
-    def coloured(self, ξ: Tensor) -> Tensor:
-        """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂)."""
-        white, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
-        shape = self.kernel.factors[0].g.shape[:2]
-
-        def one(a: Tensor, b: Tensor) -> Tensor:
-            return self.solve(a * math.sqrt(self.damping) + self.kernel.pull(b.view(shape)))
-
-        return torch.func.vmap(one)(white, pulled)
-
-    def whitened(self, ω: Tensor) -> Tensor:
-        def one(covector: Tensor) -> Tensor:
-            v = self.solve(covector)
-            return torch.cat([v * math.sqrt(self.damping), self.kernel.push(v).flatten()])
-
-        return torch.func.vmap(one)(ω)
-
-    def _apply(self, ω: Tensor) -> Tensor:
-        t = self.kernel.push(ω)
-        inner = torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
-        return (ω - self.kernel.pull(inner)) / self.damping
+    def pull_root(self, t: Tensor) -> Tensor:
+        values, vectors = self.kernel.range
+        return self.kernel.pull_root(vectors @ (values.rsqrt() * t))
 
 
 @final
@@ -418,7 +398,7 @@ class KernelPseudoInverse(Inverse):
 
     def solve(self, ω: Tensor) -> Tensor:
         # Rounding is multiplied by the condition number to the power 3/2, and not to 1: refine.
-        return _refined(self._apply, self.kernel, ω, 0.0)
+        return refined(self._apply, self.kernel.product, ω)
 
     def _apply(self, ω: Tensor) -> Tensor:
         t = self.kernel.push(self._unweighted(ω))
@@ -432,34 +412,6 @@ class KernelPseudoInverse(Inverse):
         if self.weight.ndim == 1:
             return ω / self.weight
         return torch.cholesky_solve(ω.unsqueeze(1), self.weight).squeeze(1)
-
-
-@final
-@dataclass(frozen=True)
-class KernelPowerInverse(Inverse):
-    """(G + λ)^-p = Q (w + λ)^-p Qᵀ + λ^-p (1 − QQᵀ), with the eigenvectors Q of G in its range."""
-
-    layout: Layout
-    kernel: KernelOperator
-    inside: Tensor  # (w + λ)^-p [r]
-    outside: float  # λ^-p
-
-    def solve(self, ω: Tensor) -> Tensor:
-        return self._scaled(ω, self.inside, self.outside)
-
-    def coloured(self, ξ: Tensor) -> Tensor:
-        return torch.stack([self._scaled(row, self.inside.sqrt(), math.sqrt(self.outside)) for row in ξ])
-
-    def whitened(self, ω: Tensor) -> Tensor:
-        return self.coloured(ω)
-
-    def _scaled(self, t: Tensor, inside: Tensor, outside: float) -> Tensor:
-        # The first projection leaves rounding of what is inside, which is multiplied by λ^-p: project again.
-        G = self.kernel
-        inner = G.inside(t)
-        rest = t - G.combined(inner)
-        again = G.inside(rest)
-        return G.combined(inside * (inner + again)) + outside * (rest - G.combined(again))
 
 
 @final
@@ -526,12 +478,6 @@ class PushThroughInverse(Inverse):
     def solve(self, ω: Tensor) -> Tensor:
         rows, exact = self.dual.rows, ω.double()
         return ((exact - rows.pull(self.dual.solve(rows.push(exact)))) / self.dual.damping).to(ω.dtype)
-
-
-def _refined(apply: Callable[[Tensor], Tensor], G: Operator, ω: Tensor, damping: float) -> Tensor:
-    """v = Aω and then A of what is left, v + A(ω − (G + λ)v): one step of iterative refinement."""
-    v = apply(ω)
-    return v + apply(ω - G.product(v) - damping * v)
 
 
 def _slices(f: Factors) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ from natgrad.accelerate.inverses import (
 from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
-from natgrad.errors import IncompatibleError
+from natgrad.errors import FactorisationError, IncompatibleError
 from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
@@ -83,6 +83,7 @@ from natgrad.structures.layered import (
     spectra,
 )
 
+NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
 Fit: TypeAlias = Literal["mean", "kl"]
 Halves: TypeAlias = tuple[SymFactor, SymFactor]  # S^-½ and A^-½ of a layer, damped
 
@@ -511,12 +512,12 @@ class KroneckerOperator(LayerOperator):
         return list(_sizes(_group_means(self.left, self.right)[0]).split([len(s) for s in self.left]))
 
     def diagonalised(self) -> EigenKroneckerOperator:
+        """The same metric, by its eigenvectors: inverses at many dampings then factor nothing."""
         # In double precision: rounding of a small eigenvalue of one factor is multiplied by the largest of the other.
         (s, q), (a, p) = (spectra([factor.double() for factor in side]) for side in (self.left, self.right))
         dtype = self.layout.dtype
         left, right = (tuple(side if side is None else side.to(dtype) for side in each) for each in (q, p))
         scales = (self.layer_values(b, *pair).to(dtype) for b, pair in enumerate(zip(s, a, strict=True)))
-        fallback = None if self.fallback is None else self.fallback.diagonalised()
         return EigenKroneckerOperator(
             self.layout,
             self.blocks,
@@ -524,7 +525,7 @@ class KroneckerOperator(LayerOperator):
             self.right,
             Basis(left, right),
             tuple(scales),
-            fallback,
+            self.fallback,
             self.unseen,
             power=self.power,
             products=True,
@@ -540,25 +541,11 @@ class KroneckerOperator(LayerOperator):
         unseen = self.unseen & there.unseen
         return replace(self, left=left, right=right, fallback=fallback, unseen=unseen, positions=())
 
-    def renewed(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> KroneckerOperator:
+    def with_new_basis(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> KroneckerOperator:
         """In KL divergence with one scale for S and A, in place: S ⊗ A does not say how they share it."""
         if self.fit == "kl" and self.blocks:
             share_scale_(self.right, self.left)
         return self
-
-    def informed(self, inverse: Inverse, damping: Damping) -> KroneckerOperator:
-        """With (S + λ_S)^-½ and (A + λ_A)^-½, which the next estimates in KL divergence need."""
-        if self.fit == "mean" or self.power == 0 or not self.blocks:
-            return self
-        if not isinstance(inverse, ProductInverse) or not inverse.fits(self.with_power(inverse.power)):
-            inverse = ProductInverse.empty(self, None)  # of a solver whose inverse is no product
-            inverse.compute_(self, damping)
-        pairs = dict(inverse.halves())
-        # A tied weight has inputs and cotangents of several kinds, and an expert may be new.
-        single = [not block.facets and block.rule is not None and not block.rule.stacked for block in self.blocks]
-        halves = tuple(pairs[b] if single[b] and self.saw(b) else None for b in range(len(self.blocks)))
-        self.root_check.look([root for pair in halves if pair is not None for root in pair])
-        return self if _addresses(halves) == _addresses(self.halves) else replace(self, halves=halves)
 
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.
@@ -644,7 +631,7 @@ class KroneckerOperator(LayerOperator):
         inverse = self.layers_from(tensors, self.fallback_inverse(damping))
         assert inverse is not None
         if inverses and isinstance(inverse, ProductInverse):
-            inverse.inherit(inverses[0])  # a GPU tells later that a factor could not be inverted
+            inverse.adopt_failures(inverses[0])  # a GPU tells later that a factor could not be inverted
         return inverse
 
     def _without_rounding(self, inverses: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -654,12 +641,6 @@ class KroneckerOperator(LayerOperator):
             keys = {f"{block.names[0]}/{letter}" for letter in ("S", "A", *HALVES, "d")} & out.keys()
             out |= {key: out[key].masked_fill(zero.view(-1, *[1] * (out[key].ndim - 1)), 0.0) for key in keys}
         return out
-
-    def mend(self, inverse: Inverse, damping: Damping) -> None:
-        if isinstance(inverse, ProductInverse) and inverse.fits(self):
-            inverse.compute_(self, damping, warm=True)
-        else:
-            super().mend(inverse, damping)
 
     def layers_from(self, tensors: Mapping[str, Tensor], fallback: Inverse | None) -> Inverse | None:
         if not self._has_product_inverse(tensors):
@@ -767,20 +748,20 @@ class ProductInverse(LayerInverse):
     def failed(self) -> bool:
         return self.batch.failed()
 
-    def inherit(self, other: Inverse) -> None:
+    def adopt_failures(self, other: Inverse) -> None:
         """Take over the failures of an inverse that this one was built from."""
         if isinstance(other, ProductInverse):
             self.batch.inherit(other.batch)
         else:
             self.batch.clear()
 
-    def forgive(self) -> None:
+    def clear_failures(self) -> None:
         self.batch.clear()
 
-    def overwritten(self, new: Inverse) -> Inverse:
-        result = super().overwritten(new)
+    def copy_into(self, new: Inverse) -> Inverse:
+        result = super().copy_into(new)
         if result is self is not new:
-            self.inherit(new)
+            self.adopt_failures(new)
         return result
 
     def stacks_with(self, b: int) -> object:
@@ -840,6 +821,31 @@ class ProductInverse(LayerInverse):
             )
             out |= layer_tensors(blocks, dict(sides))
         return out
+
+
+def with_roots_of(G: Operator, inverse: Inverse, damping: Damping) -> Operator:
+    """G with (S + λ_S)^-½ and (A + λ_A)^-½, which the next estimates in KL divergence need; any other metric as it is."""
+    if not isinstance(G, KroneckerOperator) or G.fit == "mean" or G.power == 0 or not G.blocks:
+        return G
+    if not isinstance(inverse, ProductInverse) or not inverse.fits(G.with_power(inverse.power)):
+        inverse = ProductInverse.empty(G, None)  # of a solver whose inverse is no product
+        inverse.compute_(G, damping)
+    pairs = dict(inverse.halves())
+    # A tied weight has inputs and cotangents of several kinds, and an expert may be new.
+    single = [not block.facets and block.rule is not None and not block.rule.stacked for block in G.blocks]
+    halves = tuple(pairs[b] if single[b] and G.saw(b) else None for b in range(len(G.blocks)))
+    G.root_check.look([root for pair in halves if pair is not None for root in pair])
+    return G if _addresses(halves) == _addresses(G.halves) else replace(G, halves=halves)
+
+
+def retry(G: Operator, inverse: Inverse, damping: Damping) -> None:
+    """Compute an inverse that has ``failed`` again, in place and in double precision. This waits for the device.
+
+    Raises where it fails again.
+    """
+    if not isinstance(G, KroneckerOperator) or not isinstance(inverse, ProductInverse) or not inverse.fits(G):
+        raise FactorisationError(NOT_POSITIVE)
+    inverse.compute_(G, damping, warm=True)
 
 
 def _group_means(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> tuple[Tensor, Tensor]:

@@ -38,11 +38,12 @@ from natgrad.accelerate.inverses import (
     stacked,
     two_sided,
 )
+from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.roots import spectrum
 from natgrad.accelerate.temporaries import at_once
 from natgrad.errors import IncompatibleError, NatgradError, UncoveredError
-from natgrad.geometry import Covector, Vector, unflatten
+from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import (
     Damping,
     Relative,
@@ -76,6 +77,7 @@ from natgrad.structures.base import (
     StateError,
     Structure,
     Subset,
+    WorkSharing,
     check_shape,
 )
 from natgrad.structures.diagonal import Diagonal
@@ -443,8 +445,7 @@ class LayerOperator(Operator):
     layer rule covers, in another structure and of the same power.
     """
 
-    damped_by_parts: ClassVar[bool] = True
-    factored: ClassVar[bool] = True
+    damps_per_block: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -587,6 +588,22 @@ class LayerOperator(Operator):
 
     # Inverses.
 
+    @property
+    def inverts_at_once(self) -> bool:
+        """Whether an inverse takes less time than to send it to another process, and cannot fail."""
+        return False
+
+    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
+        """``invert(self)``, divided over processes by layers where these are inverted one by one."""
+        return invert(self)
+
+    def with_new_basis(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> Operator:
+        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew.
+
+        ``exact``: not iterated from the last ones, whatever the structure does in an optimizer.
+        """
+        return self
+
     def fallback_inverse(self, damping: Damping) -> Inverse | None:
         if self.fallback is None:
             return None
@@ -659,7 +676,7 @@ class LayerOperator(Operator):
 
     def pooled(self, other: Operator, weight: float) -> Self:
         """With every A weighted by its positions. That of a tied weight is none of positions alone, and has ``w``."""
-        mean, there = cast(Self, self.lerp(other, weight)), cast(LayerOperator, other)
+        mean, there = self.lerp(other, weight), cast(LayerOperator, other)
         right, counts = list(mean.right), list(zip(self.positions, there.positions, strict=True))
         for b, (old, new) in enumerate(counts):
             block = self.blocks[b]
@@ -859,20 +876,22 @@ class LayerInverse(Inverse):
             v |= unflatten(self.fallback.solve(self.uncovered.take(ω)), self.fallback.layout.like)
         return torch.cat([v[name].reshape(-1) for name in self.layout.like])
 
-    def raised(self, ω: Covector) -> Vector:
+    def sharp(self, ω: Covector) -> Vector:
+        check_kind(ω, Covector, "inverse.sharp(ω)")
         self.layout.check(ω)
         v = self._solve_layers(ω)
         if self.fallback is not None:
-            v |= self.fallback.raised(Covector(self.uncovered.named(ω)))
+            v |= self.fallback.sharp(Covector(self.uncovered.named(ω)))
         return self._vector(v)
 
-    def raised_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+    def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+        check_kind(ω, Covector, "inverse.sharp_with_pairing(ω)")
         self.layout.check(ω)
         pairs: list[tuple[Tensor, Tensor]] = []
         v = self._solve_layers(ω, pairs)
         pairing = fused.pairing(pairs) if pairs else None
         if self.fallback is not None:
-            below, more = self.fallback.raised_with_pairing(Covector(self.uncovered.named(ω)))
+            below, more = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
             v |= below
             pairing = more if pairing is None else pairing + more.to(pairing.dtype)
         assert pairing is not None
@@ -923,7 +942,8 @@ class LayerInverse(Inverse):
     def nonnegative(self) -> dict[str, Tensor]:
         return {} if self.fallback is None else in_fallback(self.fallback.nonnegative())
 
-    def overwritten(self, new: Inverse) -> Inverse:
+    def copy_into(self, new: Inverse) -> Inverse:
+        """The new inverse, copied into the memory of this one if that is possible."""
         if new is self or type(new) is not type(self):
             return new
         old, tensors = self.tensors(), new.tensors()
@@ -934,8 +954,32 @@ class LayerInverse(Inverse):
             fused.copy_([old[key] for key in changed], [tensors[key] for key in changed])
         return self
 
-    def __copy__(self) -> LayerInverse:
-        return self  # it remembers nothing
+    # What the optimizer asks; a subclass whose inverse is computed on the device may fail there.
+
+    def failed(self) -> bool:
+        """Whether a GPU could not compute a part of it, as far as the host has read; that part is an older one."""
+        return False
+
+    def clear_failures(self) -> None:
+        """Forget failures that have been handled."""
+
+    def capturable(self, G: Operator) -> bool:
+        """Whether the inverse of G can be computed in this memory inside a captured step.
+
+        Then it cannot fail, and nobody looks at a value of G or of the inverse.
+        """
+        return False
+
+    def sides(self) -> Mapping[str, Sides] | None:
+        """l [o] and r [i] of every parameter, a matrix W [o i], where ω♯ = l ω r; None of any other inverse."""
+        return None
+
+
+def sides_of(inverse: Inverse) -> Mapping[str, Sides] | None:
+    """``LayerInverse.sides`` of any inverse."""
+    if isinstance(inverse, IdentityInverse):
+        return dict.fromkeys(inverse.layout.like, (None, None))
+    return inverse.sides() if isinstance(inverse, LayerInverse) else None
 
 
 @final
@@ -946,7 +990,6 @@ class SpectralInverse(LayerInverse):
     layout: Layout
     blocks: tuple[Block, ...]
     fallback: Inverse | None
-    by_layer: ClassVar[bool] = True
     left: tuple[Rotation, ...]  # Q [c o o]; None for the axes themselves
     right: tuple[Rotation, ...]  # P [c i i]
     scales: tuple[Tensor, ...]  # d [c o i]
@@ -991,6 +1034,10 @@ class SpectralInverse(LayerInverse):
         addresses = tuple(t.data_ptr() for t in (*values, *self.scales))
         self.graphs.run(compute, values, [number], (relative, power, addresses))
 
+    @property
+    def by_layer(self) -> bool:
+        return True
+
     def stacks_with(self, b: int) -> object:
         return self._runs[b]  # rotations are many numbers: we do not copy them into stacks
 
@@ -1025,10 +1072,10 @@ class SpectralInverse(LayerInverse):
         turned = turned * d if turned is w or turned.requires_grad else turned.mul_(d)
         return separated(two_sided(Q, turned, P), columns)
 
-    def overwritten(self, new: Inverse) -> Inverse:
+    def copy_into(self, new: Inverse) -> Inverse:
         """The rotations of a metric that is renewed in place are read where they are."""
         elsewhere = isinstance(new, SpectralInverse) and new.live and not self.reads(new.left, new.right)
-        return new if elsewhere else super().overwritten(new)
+        return new if elsewhere else super().copy_into(new)
 
     def reads(self, left: Sequence[Rotation], right: Sequence[Rotation]) -> bool:
         """Whether its rotations are these, wherever they are renewed."""
@@ -1038,25 +1085,25 @@ class SpectralInverse(LayerInverse):
         return all(one is other for one, other in pairs)
 
     @property
-    def noise(self) -> int:
+    def root_size(self) -> int:
         return sum(self._sizes)
 
-    def coloured(self, ξ: Tensor) -> Tensor:
+    def root_times(self, ξ: Tensor) -> Tensor:
         """Q (√d ⊙ Z) Pᵀ of every layer."""
         *layers, below = ξ.split(self._sizes, dim=1)
         out = ξ.new_empty(len(ξ), self.layout.size)
         for block, q, p, d, z in zip(self.blocks, self.left, self.right, self.scales, layers, strict=True):
             block.unpack(rotated_back(q, z.view(-1, *block.shape) * d.sqrt(), p), out)
         if self.fallback is not None:
-            self.uncovered.put(self.fallback.coloured(below), out)
+            self.uncovered.put(self.fallback.root_times(below), out)
         return out
 
-    def whitened(self, ω: Tensor) -> Tensor:
+    def root_transpose_times(self, ω: Tensor) -> Tensor:
         """√d ⊙ QᵀWP of every layer."""
         sides = zip(self.blocks, self.left, self.right, self.scales, strict=True)
         layers = [(rotated(q, block.pack(ω), p) * d.sqrt()).flatten(1) for block, q, p, d in sides]
         if self.fallback is not None:
-            layers.append(self.fallback.whitened(self.uncovered.take(ω)))
+            layers.append(self.fallback.root_transpose_times(self.uncovered.take(ω)))
         return torch.cat(layers, dim=1)
 
     @without_autocast
@@ -1091,7 +1138,9 @@ class SpectralInverse(LayerInverse):
                 half = half.flatten(2).transpose(0, 1)
                 total[some] += half @ half.mT
             if self.fallback is not None and below is not None:
-                white = self.fallback.whitened(rows[..., torch.searchsorted(positions, below)].flatten(0, 1))
+                white = self.fallback.root_transpose_times(
+                    rows[..., torch.searchsorted(positions, below)].flatten(0, 1)
+                )
                 half = white.unflatten(0, (k, -1)).transpose(0, 1)
                 total[some] += half @ half.mT
         return total
@@ -1099,7 +1148,7 @@ class SpectralInverse(LayerInverse):
     @property
     def _sizes(self) -> list[int]:
         """Numbers of white noise for every layer, and for the uncovered parameters."""
-        return [block.size for block in self.blocks] + [0 if self.fallback is None else self.fallback.noise]
+        return [block.size for block in self.blocks] + [0 if self.fallback is None else self.fallback.root_size]
 
     def tensors(self) -> dict[str, Tensor]:
         by_letter = {"Q": self.left, "P": self.right, "d": self.scales}
@@ -1215,7 +1264,7 @@ class Basis:
         """Q of all layers, then P of all."""
         return *self.left, *self.right
 
-    def followed(self, left: Sequence[SymFactor], right: Sequence[SymFactor], *, sort: bool = True) -> Basis:
+    def refresh_after(self, left: Sequence[SymFactor], right: Sequence[SymFactor], *, sort: bool = True) -> Basis:
         """QR(SQ) and QR(AP): a step of the orthogonal iteration; eigenvectors where there is no basis.
 
         ``sort``: the columns are sorted by qᵀSq and pᵀAp first, the largest first.
@@ -1235,7 +1284,7 @@ class Basis:
         on_the_way = None if failures is None else to_host_async(failures)
         return Basis(tuple(new[: len(left)]), tuple(new[len(left) :]), on_the_way)
 
-    def carried(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
+    def change_basis(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
         """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
         if old is self:
             return tuple(scales)

@@ -27,6 +27,7 @@ from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import CholeskyInverse, Dense, restored_inverse
 from natgrad.structures.kernel import Kernel
+from natgrad.structures.woodbury import Columns, RangeInverse, WoodburyInverse
 
 _WHAT = "the low-rank metric"
 _LARGEST = 4096  # parameters, up to which a matrix is affordable
@@ -164,9 +165,6 @@ class LowRankOperator(Operator):
         joined = floored(self.layout, root @ w / values.sqrt(), values, diagonal, self.rank)
         return joined.with_power(self.power)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
-
     def nonnegative(self) -> dict[str, Tensor]:
         return {"values": self.values, "floor": self.floor}
 
@@ -176,9 +174,9 @@ class LowRankOperator(Operator):
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         if "factor" in tensors:
-            return LowRankInverse(self.layout, tensors["scale"], tensors["root"], tensors["factor"])
+            return WoodburyInverse(self.layout, Columns(tensors["root"]), tensors["scale"], tensors["factor"])
         if "inside" in tensors:
-            return RangeInverse(self.layout, tensors["vectors"], tensors["inside"], tensors["outside"])
+            return RangeInverse(self.layout, Columns(tensors["vectors"]), tensors["inside"], tensors["outside"])
         return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.floor.device)], tensors)
 
     def inverse(self, damping: Damping) -> Inverse:
@@ -192,7 +190,7 @@ class LowRankOperator(Operator):
             whole = torch.arange(self.floor.numel(), device=self.floor.device)
             return CholeskyInverse.of(self.layout, [whole], [self.dense()], λ, _WHAT)
         e, b, factor = self._capacity(λ)
-        return LowRankInverse(self.layout, e.reciprocal(), b, factor)
+        return WoodburyInverse(self.layout, Columns(b), e.reciprocal(), factor)
 
     def _range_inverse(self, damping: float, zero: bool) -> RangeInverse:
         """(s + d + λ)^-p on the range of U, (d + λ)^-p beside it; a metric that is ``zero`` has the inverse zero."""
@@ -204,7 +202,7 @@ class LowRankOperator(Operator):
             rounding = spectrum.numel() * torch.finfo(spectrum.dtype).eps
             refuse_singular(spectrum, what=_WHAT, damping=damping, rtol=rounding)
         scales = (inverse_powered(t.clamp(min=0), self.power) for t in (inside, outside))
-        return RangeInverse(self.layout, self.vectors, *scales)
+        return RangeInverse(self.layout, Columns(self.vectors), *scales)
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         reason = "its floor and its range have no common eigenbasis"
@@ -226,81 +224,6 @@ class LowRankOperator(Operator):
         e = self.floor + damping
         b = self.vectors * self.values.sqrt()
         return e, b, cholesky(b.T @ (b / e[:, None]), 1.0, "the capacity matrix of the low-rank metric")
-
-
-@final
-@dataclass(frozen=True)
-class LowRankInverse(Inverse):
-    """(E + BBᵀ)⁻¹ = E⁻¹ − E⁻¹B (1 + BᵀE⁻¹B)⁻¹ BᵀE⁻¹."""
-
-    layout: Layout
-    scale: Tensor  # E⁻¹ [p]
-    root: Tensor  # B [p r]
-    factor: Tensor  # [r r]
-
-    def solve(self, ω: Tensor) -> Tensor:
-        return self._solved(ω.unsqueeze(0)).squeeze(0)
-
-    @property
-    def noise(self) -> int:
-        return sum(self.root.shape)
-
-    def coloured(self, ξ: Tensor) -> Tensor:
-        """(E + BBᵀ)⁻¹(√E ξ₁ + B ξ₂)."""
-        white, low = ξ.split(list(self.root.shape), dim=1)
-        return self._solved(white * self.scale.rsqrt() + low @ self.root.T)
-
-    def whitened(self, ω: Tensor) -> Tensor:
-        v = self._solved(ω)
-        return torch.cat([v * self.scale.rsqrt(), v @ self.root], dim=1)
-
-    def _solved(self, ω: Tensor) -> Tensor:
-        """``solve`` of every row of ω [s p]."""
-        # For ω in the range of B, the usual case, nearly all of it cancels in the difference above: refine.
-        v = self._applied(ω)
-        return v + self._applied(ω - v / self.scale - (v @ self.root) @ self.root.T)
-
-    def _applied(self, ω: Tensor) -> Tensor:
-        scaled = self.scale * ω
-        inner = torch.cholesky_solve((scaled @ self.root).T, self.factor).T
-        return scaled - self.scale * (inner @ self.root.T)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "root": self.root, "factor": self.factor}
-
-    def nonnegative(self) -> dict[str, Tensor]:
-        return {"scale": self.scale}
-
-
-@final
-@dataclass(frozen=True)
-class RangeInverse(Inverse):
-    """One number outside the range of U, one for every column inside: d (1 − UUᵀ) + U diag(s) Uᵀ."""
-
-    layout: Layout
-    vectors: Tensor  # U [p r], orthonormal
-    inside: Tensor  # s [r]
-    outside: Tensor  # d []
-
-    def solve(self, ω: Tensor) -> Tensor:
-        return self._scaled(ω.unsqueeze(0), self.inside, self.outside).squeeze(0)
-
-    def coloured(self, ξ: Tensor) -> Tensor:
-        return self._scaled(ξ, self.inside.sqrt(), self.outside.sqrt())
-
-    def whitened(self, ω: Tensor) -> Tensor:
-        return self.coloured(ω)
-
-    def _scaled(self, t: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
-        """Of every row of t [s p]. The projection is repeated: the first one leaves rounding of what is inside."""
-        U = self.vectors
-        inner = t @ U
-        rest = t - inner @ U.T
-        again = rest @ U
-        return ((inner + again) * inside) @ U.T + outside * (rest - again @ U.T)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"vectors": self.vectors, "inside": self.inside, "outside": self.outside}
 
 
 def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,17 @@ from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from natgrad.linalg import Damping
-from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator
 from natgrad.structures.dense import DenseOperator
 from natgrad.structures.kernel import KernelOperator
 
 
 @final
 @dataclass(frozen=True)
-class RowStack(Operator):
+class RowStack(RootedOperator):
     """G = RᵀR with the rows R [m p] of several kernels, one below the other, the rows of each times its ``scale``.
 
     Each kernel is that of one function of the parameters on points of its own (the residuals inside of a domain, and
@@ -86,7 +87,7 @@ class RowStack(Operator):
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         return DenseOperator(self.layout, self.dense()).logdet(damping)
 
-    def lerp(self, other: Operator, weight: float) -> Operator:
+    def lerp(self, other: Operator, weight: float) -> Self:
         self.refuse("a moving average", "stack the rows of both")
 
     def tensors(self) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense
+from natgrad.structures.implicit import ImplicitOperator
+from natgrad.structures.kronecker import KroneckerOperator
 from natgrad.vi.links import Link, Probit
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -59,7 +61,7 @@ class SharedSpectrum:
     @cached_property
     def diagonalised(self) -> Operator:
         """G by its eigenvectors."""
-        return self.operator.diagonalised()
+        return self.operator.diagonalised() if isinstance(self.operator, KroneckerOperator) else self.operator
 
     @cached_property
     def eigenvalues(self) -> Tensor | None:
@@ -203,12 +205,12 @@ class Laplace:
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """T ξ [s p] for white noise ξ [s q], with T Tᵀ the covariance of the posterior."""
-        return self.inverse.coloured(ξ) / math.sqrt(self._count)
+        return self.inverse.root_times(ξ) / math.sqrt(self._count)
 
     def covariance(self) -> Tensor:
         """(N·G + δ)⁻¹ [p q], for small models."""
         θ = self._flat_mode
-        half = self.inverse.whitened(torch.eye(len(θ), dtype=θ.dtype, device=θ.device))
+        half = self.inverse.root_transpose_times(torch.eye(len(θ), dtype=θ.dtype, device=θ.device))
         return half @ half.T / self._count
 
     def predictive(self, x: Inputs) -> Predictive:
@@ -399,8 +401,8 @@ def draw(
         raise ValueError(f"sample(count) needs a count ≥ 1, got {count}")
     θ, like = G.layout.flatten(mean), G.layout.like
     generator = generator or fresh_generator(θ.device)
-    ξ = torch.randn(count, inverse.noise, generator=generator, dtype=θ.dtype, device=θ.device)
-    columns = (θ + inverse.coloured(ξ) / math.sqrt(n)).split([t.numel() for t in like.values()], dim=1)
+    ξ = torch.randn(count, inverse.root_size, generator=generator, dtype=θ.dtype, device=θ.device)
+    columns = (θ + inverse.root_times(ξ) / math.sqrt(n)).split([t.numel() for t in like.values()], dim=1)
     return {name: c.reshape(-1, *t.shape).to(t.dtype) for (name, t), c in zip(like.items(), columns, strict=True)}
 
 
@@ -544,6 +546,6 @@ def _classes(metric: OutputMetric) -> Categorical | Bernoulli:
 
 
 def _solver(G: Operator) -> Solver:
-    if not G.products_only:
+    if not isinstance(G, ImplicitOperator):
         return Cholesky()
     return CG(tol=64 * torch.finfo(G.layout.dtype).eps ** 0.75, max_steps=10 * G.layout.size + 100)

@@ -31,6 +31,7 @@ from natgrad.pullbacks.operation_layers import loaded, with_layers
 from natgrad.pullbacks.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
+from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
 from natgrad.vi.laplace import check_precision, draw, outputs_at
 from natgrad.vi.posterior import check_rate
 
@@ -157,8 +158,8 @@ class VariationalNetwork:
         G = new.finite()
         if last is not None:
             G = last.lerp(G, self.rates.precision)
-            # Kronecker(fit="kl").renewed() shares a scale between S and A, for estimates that know it; here none do.
-            G = G.renewed() if self.structure.has_basis else G
+            # Kronecker(fit="kl") shares a scale between S and A there, for estimates that know it; here none do.
+            G = G.with_new_basis() if isinstance(G, EigenKroneckerOperator) else G
         inverse = Cholesky().init(G, self.prior.damping)
         layout = G.layout
         μ = layout.flatten({name: p.detach() for name, p in self.model.params.items()})
@@ -248,15 +249,15 @@ class VariationalNetwork:
         """ε [s p] ~ N(0, (N·G + δ)⁻¹)."""
         like = self.model.example
         dtype = self.operator.layout.dtype
-        ξ = torch.randn(count, self.inverse.noise, generator=generator, dtype=dtype, device=like.device)
-        return self.inverse.coloured(ξ) / math.sqrt(self.prior.examples)
+        ξ = torch.randn(count, self.inverse.root_size, generator=generator, dtype=dtype, device=like.device)
+        return self.inverse.root_times(ξ) / math.sqrt(self.prior.examples)
 
     def _trace(self) -> Tensor:
-        q, layout = self.inverse.noise, self.operator.layout
+        q, layout = self.inverse.root_size, self.operator.layout
         if q > _EXACT:
             return self._drawn(_DRAWS, self.generator).square().sum(1).mean()
         eye = torch.eye(q, dtype=layout.dtype, device=self.model.example.device)
-        return self.inverse.coloured(eye).square().sum() / self.prior.examples
+        return self.inverse.root_times(eye).square().sum() / self.prior.examples
 
     @contextmanager
     def _at(self, ε: Tensor | None) -> Iterator[None]:

@@ -56,7 +56,7 @@ def test_what_fails_in_either_part_is_told_and_keeps_its_inverse(layer: int, mon
     assert again.failed()
     name = G.blocks[layer].names[0]
     assert torch.equal(again.tensors()[f"{name}/S"], before[f"{name}/S"])
-    again.forgive()
+    again.clear_failures()
     assert not again.failed()
 
 
@@ -144,6 +144,7 @@ def test_powers_that_a_gpu_makes_by_products_are_those_of_the_eigenvalues(
     for _ in range(3):
         assert solver.again(inverse, G, ε) is inverse
     assert graphs.log == ["capture", "replay", "replay"]
+    assert isinstance(inverse, ProductInverse)
     assert not inverse.failed()
     found = inverse.tensors()
     assert found.keys() == expected.keys()

@@ -169,7 +169,7 @@ def test_factored_inverses_of_kernels(largest: int) -> None:
     assert G is not None
     tensors, λ = G.tensors(), 1e-2
     ω = ng.Covector({name: torch.randn_like(p) for name, p in model.named_parameters()})
-    v = G.factored_inverse(λ, {}).sharp(ω)
+    v = ng.Factored().init(G, λ).sharp(ω)
     for name, p in model.named_parameters():
         if p.ndim < 2:
             continue

@@ -102,7 +102,7 @@ def _fails(*given: object) -> None:
 
 
 def _never_factored(of: Task, opt: ng.NaturalGradient) -> None:
-    for owner, what in ((type(opt.preconditioner.solver), "init"), (ng.operators.KroneckerOperator, "renewed")):
+    for owner, what in ((type(opt.preconditioner.solver), "init"), (ng.operators.KroneckerOperator, "with_new_basis")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, what, _fails)
             with pytest.raises(FactorisationError, match="it did not converge"):

@@ -201,7 +201,7 @@ def test_average_in_one_basis_is_the_average(kind: str) -> None:
 def test_renewal_is_in_the_eigenvectors_of_the_averaged_factors(kind: str) -> None:
     old, _, pb = estimates(kind)
     average = old.lerp(ng.EigenKronecker().estimate(pb, old), 0.3)
-    renewed = average.renewed()
+    renewed = average.with_new_basis()
     for b in range(len(renewed.blocks)):
         for side, factor in ((renewed.basis.left[b], renewed.left[b]), (renewed.basis.right[b], renewed.right[b])):
             assert side is not None
@@ -213,7 +213,7 @@ def test_renewal_is_in_the_eigenvectors_of_the_averaged_factors(kind: str) -> No
 
 def test_renewal_of_an_estimate_changes_nothing() -> None:
     operator, _, _ = estimates()
-    close(operator.renewed().dense(), operator.dense())
+    close(operator.with_new_basis().dense(), operator.dense())
 
 
 def test_an_estimate_like_something_else_has_a_basis_of_its_own() -> None:
@@ -317,7 +317,7 @@ def test_iterated_eigenvectors_tend_to_the_exact_ones() -> None:
     G = first.lerp(structure.estimate(ng.pullback(model, batches[1], metric), first), 0.5)
     trace = G.diagonal().sum()
     for _ in range(400):
-        G = G.renewed()
+        G = G.with_new_basis()
         torch.testing.assert_close(G.diagonal().sum(), trace)
     tensors = G.tensors()
     for factor, basis in (("S", "Q"), ("A", "P")):
@@ -343,7 +343,7 @@ def test_where_a_gpu_has_failed_to_follow_the_next_step_is_householders(
     G = ng.EigenKronecker(eigenvectors="iterated").estimate(
         ng.pullback(torch.nn.Linear(4, 3), torch.randn(8, 4), ng.Euclidean())
     )
-    G.renewed().renewed()
+    G.with_new_basis().with_new_basis()
     assert asked == ["auto", "householder" if failures else "auto"]
 
 

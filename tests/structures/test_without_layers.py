@@ -22,7 +22,7 @@ def test_without_any_layer_the_metric_is_the_fallback(kind: Any, fallback: Any) 
     close(G.logdet(0.1), expected.logdet(0.1))
     again = structure.restore(pb.model, pb.layers, G.tensors())
     v = normal(pb.model.size)
-    close(again.renewed().product(v), expected.product(v))
+    close(again.with_new_basis().product(v), expected.product(v))
     close(G.lerp(again, 0.25).dense(), expected.dense())
     close(G.merged(structure.estimate(pb), 0.25).dense(), expected.dense())
     for inverse in (G.inverse(0.1), G.pseudo_inverse(0.1, None, None)):

@@ -80,11 +80,11 @@ def _oracle(kept: str) -> tuple[ng.vi.Laplace, Tensor, nn.Module, Tensor]:
 @pytest.mark.parametrize("kept", KEPT)
 def test_samples_have_the_inverse_of_n_g_plus_the_prior_precision_as_covariance(kept: str) -> None:
     posterior, precision, model, _ = _oracle(kept)
-    T = posterior.coloured(torch.eye(posterior.inverse.noise, dtype=DOUBLE)).T  # T of θ = θ* + T ξ
+    T = posterior.coloured(torch.eye(posterior.inverse.root_size, dtype=DOUBLE)).T  # T of θ = θ* + T ξ
     torch.testing.assert_close(T @ T.T, torch.linalg.inv(precision), rtol=0, atol=1e-10)
     torch.testing.assert_close(posterior.covariance(), torch.linalg.inv(precision), rtol=0, atol=1e-10)
     drawn = posterior.sample(5, torch.Generator().manual_seed(3))
-    ξ = torch.randn(5, posterior.inverse.noise, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
+    ξ = torch.randn(5, posterior.inverse.root_size, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
     flat = torch.cat([t.flatten(1) for t in drawn.values()], dim=1)
     torch.testing.assert_close(flat, oracle.flatten(model.parameters()) + ξ @ T.T, rtol=0, atol=1e-9)
 
@@ -642,7 +642,7 @@ def test_layers_of_every_kind_are_drawn_and_predicted(name: str, structure: ng.s
     posterior = ng.vi.Laplace(model, problem.x, ng.Euclidean(), structure, δ)
     G = posterior.operator.dense()  # the tests of the structures compare it with the oracle
     Σ = torch.linalg.inv(problem.n_examples * G + δ * torch.eye(len(G), dtype=DOUBLE))
-    T = posterior.coloured(torch.eye(posterior.inverse.noise, dtype=DOUBLE)).T
+    T = posterior.coloured(torch.eye(posterior.inverse.root_size, dtype=DOUBLE)).T
     torch.testing.assert_close(T @ T.T, Σ, rtol=0, atol=1e-9)
     J = problem.jacobian()
     torch.testing.assert_close(posterior.predictive(problem.x).covariance, J @ Σ @ J.mT, rtol=0, atol=1e-8)

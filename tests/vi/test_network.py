@@ -175,7 +175,7 @@ def test_a_step_averages_the_metric_and_the_gradient_over_pairs_of_samples() -> 
     μ, G = _mean(net), net.operator.dense()
     state = net.generator.get_state()
     ξ = torch.randn(2, 8, generator=torch.Generator().set_state(state), dtype=torch.float64)
-    ε = net.inverse.coloured(ξ) / math.sqrt(N)
+    ε = net.inverse.root_times(ξ) / math.sqrt(N)
     a = torch.cat([x, torch.ones(N, 1, dtype=torch.float64)], 1)
     total, slopes = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
     for θ in (μ + ε[0], μ - ε[0], μ + ε[1], μ - ε[1]):
