@@ -93,23 +93,20 @@ class Factored(Solver):
     damping_note: ClassVar[str] = "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
 
     def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
-        check_damping(damping, G.layout.dtype)
         return _factored(G, damping, warm or {})
 
     def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
-        check_damping(damping, G.layout.dtype)
         return _factored(G, damping, {}, last)
 
 
 def _factored(G: Operator, damping: Damping, warm: Mapping[str, Tensor], into: Inverse | None = None) -> Inverse:
-    if isinstance(G, KroneckerOperator):
-        return G.factored_inverse(damping, warm, into)
-    if isinstance(G, IdentityOperator):
-        return G.inverse(damping)
+    check_damping(damping, G.layout.dtype)
+    if isinstance(G, (KroneckerOperator, IdentityOperator)):
+        return G.factored_inverse(damping, warm, into) if isinstance(G, KroneckerOperator) else G.inverse(damping)
     if isinstance(G, EigenKroneckerOperator):
         G.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")
-    others = "CG" if isinstance(G, ImplicitOperator) else "Cholesky or CG"
-    return G.refuse("Factored", f"it has no Kronecker factors to be damped one by one; use {others}")
+    reason = "it has no Kronecker factors to be damped one by one; use "
+    return G.refuse("Factored", reason + ("CG" if isinstance(G, ImplicitOperator) else "Cholesky or CG"))
 
 
 @final

@@ -824,7 +824,7 @@ class ProductInverse(LayerInverse):
 
 
 def with_roots_of(G: Operator, inverse: Inverse, damping: Damping) -> Operator:
-    """G with (S + λ_S)^-½ and (A + λ_A)^-½, which the next estimates in KL divergence need; any other metric as it is."""
+    """G with (S + λ_S)^-½ and (A + λ_A)^-½, which the next estimates in KL divergence need; another one as it is."""
     if not isinstance(G, KroneckerOperator) or G.fit == "mean" or G.power == 0 or not G.blocks:
         return G
     if not isinstance(inverse, ProductInverse) or not inverse.fits(G.with_power(inverse.power)):

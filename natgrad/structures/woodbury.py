@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.structures.base import Inverse, Layout
 
 
-class Rows(Protocol):
+class RowProducts(Protocol):
     """R [m p], known by its products."""
 
     def push_root(self, v: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class Rows(Protocol):
 @final
 @dataclass(frozen=True)
 class Columns:
-    """Rows that are kept as the columns of a matrix, R = Bᵀ."""
+    """RowProducts that are kept as the columns of a matrix, R = Bᵀ."""
 
     matrix: Tensor  # B [p m]
 
@@ -42,7 +42,7 @@ class WoodburyInverse(Inverse):
     """(E + RᵀR)⁻¹ω = E⁻¹(ω − Rᵀ(1 + RE⁻¹Rᵀ)⁻¹RE⁻¹ω) for a diagonal E, Woodbury's identity."""
 
     layout: Layout
-    rows: Rows
+    rows: RowProducts
     scale: Tensor  # E⁻¹ [p] or []
     factor: Tensor  # the Cholesky factor of 1 + RE⁻¹Rᵀ [m m]
 
@@ -93,7 +93,7 @@ class RangeInverse(Inverse):
     """One number outside the range of the orthonormal rows R, one for every row inside: d (1 − RᵀR) + Rᵀdiag(s) R."""
 
     layout: Layout
-    rows: Rows
+    rows: RowProducts
     inside: Tensor  # s [m]
     outside: Tensor  # d []
 
