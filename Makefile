@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+SITE ?= .venv-site
 DEMO ?=
 JOBS ?= 2
 CUDA_JOBS ?= 8
@@ -19,7 +20,7 @@ CORE := tests/test_product.py tests/test_tables.py tests/test_structures.py test
     tests/test_docs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test cuda docs bench wheel clean
+.PHONY: help demo lint check test cuda docs site bench wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +54,12 @@ cuda:  ## the tests that need a GPU, run by PYTHON
 docs: $(VENV)/.dev  ## write README and the pages that quote measurements from the result files
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pages --figures
 
+# Sphinx reads build/source and runs the gallery: in its own virtual environment, so that tests need none of it. ONLINE=1 links
+# to the pages of torch.
+site: $(SITE)/.docs  ## build the site into build/site: pages, API, gallery; open build/site/index.html
+	$(SITE)/bin/python docs/site/stage.py build/source
+	OMP_NUM_THREADS=1 $(SITE)/bin/python -m sphinx -q -W --keep-going -c docs/site -b html -d build/doctrees build/source build/site
+
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/kfac.py
@@ -66,7 +73,7 @@ wheel: $(VENV)/.dev  ## build wheel and sdist into dist/, and try each of them i
 	OMP_NUM_THREADS=1 $(BIN)/python .ci/smoke.py dist $(TAG)
 
 clean:  ## remove the virtual environment, caches and results
-	rm -rf $(VENV) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SITE) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and pinned: an open range may resolve to a build with gigabytes of libraries for a GPU. It is named
@@ -83,3 +90,9 @@ $(VENV)/.cli: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable '.[dev]' '$(TORCH)'
 	@touch $@ $(VENV)/.cli
+
+$(SITE)/.docs: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]' '$(TORCH)'
+	@touch $@

@@ -15,7 +15,7 @@ from benchmarks import pages
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent != pages.TEMPLATES)
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 STALE = "is not what the results say: run `python -m benchmarks.pages` (edit docs/templates, not the page)"
 

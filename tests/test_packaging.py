@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,8 @@ def test_the_sdist_has_what_its_tests_read() -> None:
     kept = {"README.md", "pyproject.toml", ".gitignore"}  # hatch always adds these
     local = {".pre-commit-config.yaml"}
     if (ROOT / ".git").exists():  # an sdist has no more than what it has
-        ignored = re.findall(r"^(\S+?)/?$", (ROOT / ".gitignore").read_text(encoding="utf-8"), re.MULTILINE)
-        tracked = {path.name for path in ROOT.iterdir() if not any(path.match(pattern) for pattern in ignored)}
-        assert tracked - listed - kept - local - {".git"} == set()
+        names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        assert {name.split("/")[0] for name in names.split("\n") if name} - listed - kept - local == set()
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
