@@ -5,10 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from examples.extend import family, layer_rule, step_rule
+from examples.extend import family, layer_rule, step_rule, structure
 from examples.extend.family import LogisticNoise
 from examples.extend.layer_rule import Interaction, InteractionRule, Recommender
 from examples.extend.step_rule import Polyak
+from examples.extend.structure import Scales
 from tests import oracle
 from tests.pulled import close, normal
 
@@ -136,3 +137,67 @@ def test_polyaks_rule_stops_where_the_gradient_is_zero() -> None:
     assert opt.last is not None
     assert opt.last.converged
     assert not opt.last.accepted
+
+
+def _scales() -> tuple[ng.operators.Operator, Tensor, list[int]]:
+    """The operator of a network, the diagonal that it stands for by the oracle, and the sizes of the parameters."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), normal(9, 3)
+    exact = oracle.dense(oracle.module_jacobian(model, x), oracle.poisson(model(x))).diagonal()
+    sizes = [p.numel() for p in model.parameters()]
+    means = torch.cat([piece.mean().expand(len(piece)) for piece in exact.split(sizes)])
+    return Scales().estimate(ng.pullback(model, x, ng.Fisher(ng.Poisson()))), means, sizes
+
+
+def test_the_structure_keeps_the_mean_of_the_diagonal_of_every_parameter() -> None:
+    G, d, sizes = _scales()
+    v = normal(sum(sizes))
+    close(G.dense(), d.diag())
+    close(G.diagonal(), d)
+    close(G.trace(), d.sum())
+    close(G.product(v), d * v)
+
+
+def test_its_inverses_determinant_and_averages_follow_from_functions_of_it() -> None:
+    G, d, sizes = _scales()
+    ω, λ = normal(sum(sizes), seed=1), 0.1
+    for inverse in (G.inverse(λ), G.pseudo_inverse(λ, None, None), G.inverse_from(G.inverse(λ).tensors())):
+        assert inverse is not None
+        close(inverse.solve(ω), ω / (d + λ))
+    close(G.inverse(ng.Relative(0.5)).solve(ω), ω / (d + 0.5 * d.mean()))
+    close(G.logdet(λ), (d + λ).log().sum())
+    close(G.lerp(G.mapped(torch.square), 0.25).dense(), (0.75 * d + 0.25 * d.square()).diag())
+    T = G.inverse(λ).root_times(torch.eye(len(d), dtype=d.dtype))
+    close(T @ T.mT, (d + λ).reciprocal().diag())
+    dead = G.mapped(lambda w: torch.where(w == w.max(), 0.0, w))
+    close(dead.pseudo_inverse(0.0, None, None).solve(dead.product(ω)), torch.where(dead.diagonal() > 0, ω, 0.0))
+    with pytest.raises(ng.errors.SingularMetricError, match="the metric is singular at damping 0"):
+        dead.inverse(0.0)
+
+
+def test_a_run_with_it_is_resumed_bit_for_bit_between_two_inversions() -> None:
+    def task(seed: int) -> tuple[nn.Module, ng.NaturalGradient]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        schedule = ng.Refresh(Scales(), every=2, decay=0.9, inverse=3, early=False)
+        return model, ng.NaturalGradient(model, ng.Euclidean(), structure=schedule, lr=0.1, damping=0.5, momentum=0.9)
+
+    def train(model: nn.Module, opt: ng.NaturalGradient, steps: int) -> None:
+        for _ in range(steps):
+            opt.zero_grad()
+            model(normal(8, 3, seed=5)).square().mean().backward()
+            opt.step()
+
+    (whole, opt), (part, first), (resumed, again) = task(0), task(0), task(1)
+    train(whole, opt, 8)
+    train(part, first, 5)
+    resumed.load_state_dict(part.state_dict())
+    again.load_state_dict(first.state_dict())
+    train(resumed, again, 3)
+    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_structure_trains_a_classifier() -> None:
+    losses = structure.train()
+    assert losses[-1] < 0.2 * losses[0]
