@@ -15,7 +15,7 @@ from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.linalg import eigh, eigvalsh, gauss_rule, is_number
 from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
-from natgrad.pullbacks.pullback import MEMORY, LoaderPullback, Pullback
+from natgrad.pullbacks.pullback import LoaderPullback, Pullback, memory_bound
 from natgrad.structures.base import Operator
 from natgrad.structures.implicit import Implicit, ImplicitOperator
 
@@ -171,7 +171,7 @@ def spectral_density(
     if not (is_number(probes, whole=True) and is_number(steps, whole=True)):
         raise TypeError(f"probes and steps are whole numbers, got {probes!r} and {steps!r}")
     if memory is None:
-        memory = MEMORY if isinstance(G, Operator) else G.memory
+        memory = memory_bound(None, G.device) if isinstance(G, Operator) else G.memory
     if isinstance(G, Pullback | LoaderPullback):
         G = Implicit().estimate(G)
     if probes < 2 or steps < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -99,6 +100,17 @@ def in_export() -> bool:
     ``torch.compiler.is_exporting()`` does not tell: in code that ``torch.compile`` compiles, torch 2.11 says True.
     """
     return torch.compiler._is_exporting_flag
+
+
+def device_bytes(device: torch.device) -> int:
+    """The memory of the device: of a GPU its own, else that of the machine.
+
+    >>> device_bytes(torch.device("cpu")) > 2**29
+    True
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def can_read(t: Tensor) -> bool:

@@ -352,11 +352,10 @@ def jacobian_of(
     weights: Sequence[float],
     structure: Structure | None,
     solver: Solver | None,
-    memory: int,
 ) -> ResidualJacobian:
     """J of all classes, in the given structure, or in the one that their sizes ask for."""
     layout = Layout(pullbacks[0].model.like, pullbacks[0].y.dtype)
-    sizes = Sizes.of(pullbacks, memory)
+    sizes = Sizes.of(pullbacks)
     structure = structure or sizes.chosen()
     refuse_solver(structure, solver)
     if isinstance(structure, Kernel) or (isinstance(structure, Dense) and sizes.rows_fit):
@@ -387,10 +386,10 @@ class Sizes:
     most: int
 
     @staticmethod
-    def of(pullbacks: Sequence[Pullback], memory: int) -> Sizes:
+    def of(pullbacks: Sequence[Pullback]) -> Sizes:
         rows = [pb.columns * pb.n for pb in pullbacks]
         factors = sum(Kernel().elements(pb) - 2 * count**2 for pb, count in zip(pullbacks, rows, strict=True))
-        return Sizes(sum(rows), pullbacks[0].model.size, factors, memory // pullbacks[0].y.element_size())
+        return Sizes(sum(rows), pullbacks[0].model.size, factors, pullbacks[0].memory // pullbacks[0].y.element_size())
 
     @property
     def rows_fit(self) -> bool:

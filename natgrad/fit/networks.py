@@ -21,7 +21,7 @@ from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.linalg import check_damping, is_number
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots, check_types
-from natgrad.pullbacks.pullback import MEMORY, Pullback
+from natgrad.pullbacks.pullback import Pullback
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import ResidualSpace, Step, StepContext, StepRule
 from natgrad.step.line_search import GeodesicSearch
@@ -195,7 +195,7 @@ class LeastSquares:
         step: StepRule | None = None,
         damping: float | None = None,
         lr: float = 1.0,
-        memory: int = MEMORY,
+        memory: int | None = None,
     ) -> None:
         if structure is not None:
             check_slots(structure=(structure, Structure))
@@ -207,12 +207,12 @@ class LeastSquares:
             check_slots(step=(step, StepRule))
         if damping is not None:
             check_damping(damping, relative=False)
-        check_types(memory=(memory, Real, "a number of bytes"), lr=(lr, Real, "a number"))
+        check_types(memory=(memory, (Real, type(None)), "a number of bytes"), lr=(lr, Real, "a number"))
         if not 0 < lr < math.inf:
             raise ValueError(f"LeastSquares(lr=…) must be positive and finite, got {lr}")
         self.classes = classes_of(residuals, params, memory)
         self.rule = step or GeodesicSearch()
-        self.structure, self.solver, self.memory, self.lr = structure, solver, memory, lr
+        self.structure, self.solver, self.lr = structure, solver, lr
         self.damping = damping
         self.steps = 0
         self.last: Step | None = None
@@ -464,7 +464,7 @@ class LeastSquares:
 
     def _jacobian(self, pullbacks: Sequence[Pullback]) -> ResidualJacobian:
         weights = [each.weight(pb.n) for each, pb in zip(self.classes, pullbacks, strict=True)]
-        return jacobian_of(pullbacks, weights, self.structure, self.solver, self.memory)
+        return jacobian_of(pullbacks, weights, self.structure, self.solver)
 
     def _stacked(self, ys: Sequence[Tensor]) -> Tensor:
         return torch.cat([each.rows(y) for each, y in zip(self.classes, ys, strict=True)])

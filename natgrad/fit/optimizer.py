@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from natgrad.fit.networks import LeastSquares, Record
 from natgrad.fit.residuals import Residuals
 from natgrad.geometry import Vector
-from natgrad.pullbacks.pullback import MEMORY
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import StepRule
 from natgrad.structures.base import Structure
@@ -45,7 +44,7 @@ class GaussNewton(torch.optim.Optimizer):
         step: StepRule | None = None,
         damping: float | None = None,
         lr: float = 1.0,
-        memory: int = MEMORY,
+        memory: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"GaussNewton takes the model, an nn.Module, not {type(model).__name__}")

@@ -177,7 +177,7 @@ class ResidualClass:
 def classes_of(
     residuals: Residuals | Callable[..., Tensor] | Mapping[str, Residuals] | Sequence[Residuals],
     params: nn.Module | Mapping[str, Tensor],
-    memory: int,
+    memory: int | None,
 ) -> list[ResidualClass]:
     """The classes with their models, all over the same parameters."""
     if isinstance(params, Mapping) and any(isinstance(each, Residuals) for each in params.values()):

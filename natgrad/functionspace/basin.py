@@ -15,7 +15,7 @@ from natgrad.linalg import is_number
 from natgrad.model import Inputs, Model
 from natgrad.output.losses import Criterion
 from natgrad.output.metric import OutputMetric
-from natgrad.pullbacks.pullback import MEMORY, pullback
+from natgrad.pullbacks.pullback import pullback
 
 
 @final
@@ -64,7 +64,7 @@ def basin_volume(
     generator: torch.Generator | None = None,
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> BasinVolume:
     """log E exp(−L(θ + δ)/ε) over δ ~ N(0, σ²), σ = ``scale``, for the loss L = ½δᵀGδ: −½ log det(1 + σ²G/ε).
 

@@ -22,7 +22,7 @@ from natgrad.output.metric import Euclidean
 from natgrad.pullbacks.chunks import check_independent, examples, separable
 from natgrad.pullbacks.factors import Factors
 from natgrad.pullbacks.layer import Block
-from natgrad.pullbacks.pullback import MEMORY, Observer
+from natgrad.pullbacks.pullback import Observer, memory_bound
 from natgrad.pullbacks.pullback import layers_of as layers_of_model
 from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import index_of, name_of
@@ -39,7 +39,7 @@ def ntk(
     batch: int | None = None,
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> Tensor:
     """Θ [n m k l] = Σ_p ∂φ_k(x_n)/∂θ^p ∂φ_l(y_m)/∂θ^p, the neural tangent kernel; y = None is x itself.
 
@@ -69,7 +69,7 @@ def layer_ntks(
     batch: int | None = None,
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> dict[str, Tensor]:
     """The terms of ``ntk`` by layer: Θ = Σ_layers Θ_layer, each [n m k l], by the names of the layer's parameters.
 
@@ -81,13 +81,13 @@ def layer_ntks(
 
 
 def _assemble(
-    model: Model, x: Inputs, y: Inputs, batch: int | None, memory: int, *, by_layer: bool
+    model: Model, x: Inputs, y: Inputs, batch: int | None, memory: int | None, *, by_layer: bool
 ) -> dict[str, Tensor]:
     """The kernels [n m k l] of the layers, or their sum under the title "", block by block over ranges of examples.
 
     Between points and themselves only the blocks below the diagonal are computed.
     """
-    symmetric = y is None
+    symmetric, memory = y is None, memory_bound(memory, model.example.device)
     right_x = x if symmetric else y
     left_ranges = _ranges(model, x, batch)
     right_ranges = left_ranges if symmetric else _ranges(model, y, batch)
@@ -265,10 +265,10 @@ class NTKOperator:
         w = self.inverse.solve(layout.flatten(pulled))
         return self.left.push(unflatten(w, layout.like))
 
-    def dense(self, memory: int = MEMORY) -> Tensor:
+    def dense(self, memory: int | None = None) -> Tensor:
         """The kernel [n m k l], by one product per output of every point y: for few points."""
         x, y = self.left.y, self.right.y
-        check_size(x.numel() * y.numel() * y.element_size(), (x.shape[0], y.shape[0]), memory)
+        check_size(x.numel() * y.numel() * y.element_size(), (x.shape[0], y.shape[0]), memory_bound(memory, y.device))
         eye = torch.eye(y.numel(), dtype=y.dtype, device=y.device).view(-1, *y.shape)
         columns = torch.stack([self.product(u).reshape(-1) for u in eye], dim=1)
         return columns.view(x.shape[0], x[0].numel(), y.shape[0], y[0].numel()).transpose(1, 2)

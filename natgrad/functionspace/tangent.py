@@ -22,7 +22,7 @@ from natgrad.linalg import check_damping, check_finite, eigh, svd
 from natgrad.log import listed
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
-from natgrad.pullbacks.pullback import MEMORY, Observer, Pullback, layers_of
+from natgrad.pullbacks.pullback import Observer, Pullback, layers_of
 from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
 
@@ -142,8 +142,8 @@ class TangentFrame:
     rows: KernelOperator  # U = s·J/√N, in factors
     root: Tensor  # s [k n d]
     shape: torch.Size  # of the outputs, [n *out]
+    memory: int
     mixing: Tensor | None = None  # M [n t]
-    memory: int = MEMORY
     params: Mapping[str, Tensor] = field(default_factory=dict)  # a copy of those at which the rows were computed
 
     @staticmethod
@@ -164,7 +164,7 @@ class TangentFrame:
             mixing = pb.mixing().double()
         root = pb.root.reshape(*pb.root.shape[:2], -1).double()
         params = {name: p.detach().clone() for name, p in pb.model.params.items()}
-        return TangentFrame(pb.model, Kernel().estimate(pb.unmixed()), root, pb.y.shape, mixing, pb.memory, params)
+        return TangentFrame(pb.model, Kernel().estimate(pb.unmixed()), root, pb.y.shape, pb.memory, mixing, params)
 
     @staticmethod
     def within(

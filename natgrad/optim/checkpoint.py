@@ -99,7 +99,7 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
     model, blocks, solver = tracker.model, tracker.observer.blocks, preconditioner.solver
     dtype = torch.promote_types(model.example.dtype, torch.float32)
     cost = tracker.structure.cost(blocks, exact=not solver.damps_factors, iterative=solver.iterative)
-    fits = cost is not None and cost.numbers * dtype.itemsize <= tracker.observer.memory
+    fits = cost is not None and cost.numbers * dtype.itemsize <= tracker.observer.bound
     G = tracker.structure.identity(model, blocks, dtype) if fits else None
     if G is None:
         return nothing

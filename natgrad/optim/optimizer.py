@@ -44,7 +44,7 @@ from natgrad.optim.update import (
 )
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
-from natgrad.pullbacks.pullback import MEMORY, Observer, layers_of
+from natgrad.pullbacks.pullback import Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
@@ -102,7 +102,7 @@ class NaturalGradient(torch.optim.Optimizer):
     ``examples="inputs"``: the model flattens its outputs over positions, [n·t *out], and the examples are the n rows of
     its first input. ``generator`` is for sampled metrics; by default the optimizer has its own, so that it does not use
     the global random state.
-    ``memory``: the largest number of bytes that the structure may occupy.
+    ``memory``: the largest number of bytes that the structure may occupy; None is half of those of the device.
 
     Parameters that the loss reaches, but not through the outputs (another head, outside of ``output``), have no metric:
     with ``fallback="adamw"`` AdamW steps them, otherwise they do not move. A warning names them. If the metric is given
@@ -140,7 +140,7 @@ class NaturalGradient(torch.optim.Optimizer):
         output: Callable[[Any], Tensor] | None = None,
         examples: Literal["inputs"] | None = None,
         generator: torch.Generator | None = None,
-        memory: int = MEMORY,
+        memory: int | None = None,
         strict: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -152,7 +152,7 @@ class NaturalGradient(torch.optim.Optimizer):
             groups=(groups, Iterable, 'a list of dicts, [{"params": layer.parameters(), "lr": 0.1}]'),
             output=(output, (Callable, type(None)), "a function of what the model returns"),
             generator=(generator, (torch.Generator, type(None)), "a torch.Generator"),
-            memory=(memory, Real, "a number of bytes"),
+            memory=(memory, (Real, type(None)), "a number of bytes"),
             strict=(strict, bool, "True or False"),
             nesterov=(nesterov, bool, "True or False"),
         )

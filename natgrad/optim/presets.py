@@ -19,7 +19,6 @@ from natgrad.output.fubini_study import FubiniStudy
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
-from natgrad.pullbacks.pullback import MEMORY
 from natgrad.pullbacks.sharing import LARGEST
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
@@ -63,7 +62,7 @@ def KFAC(
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> NaturalGradient:
     """K-FAC (Martens and Grosse 2015): θ ← θ − lr·m, m ← μm + (S + √λ/π)⁻¹ ∇ (A + π√λ)⁻¹ in every layer.
 
@@ -146,7 +145,7 @@ def EKFAC(
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> NaturalGradient:
     """EK-FAC (George et al. 2018): as ``KFAC``, scaled by second moments in the eigenbasis of the factors.
 
@@ -209,7 +208,7 @@ def SobolevKFAC(
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> NaturalGradient:
     """Sobolev K-FAC (Bai, Rosenberg and Xu 2022): ``KFAC`` with the metric of functions ``Sobolev(metric, …)``.
 
@@ -293,7 +292,7 @@ def Natural(
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
     strict: bool = False,
 ) -> NaturalGradient:
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for W [o i].
@@ -384,7 +383,7 @@ def Shampoo(
     largest: int = LARGEST,
     fallback: Structure | Literal["adamw"] | None = "adamw",
     groups: Iterable[dict[str, Any]] = (),
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> NaturalGradient:
     """Shampoo (Gupta, Koren and Singer 2018): v = (S + λ_S)^-p M (A + λ_A)^-p, S = E[∇∇ᵀ]/i, A = E[∇ᵀ∇]/o.
 
@@ -431,7 +430,7 @@ def StochasticReconfiguration(
     step: StepRule = _FIXED,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> NaturalGradient:
     """Stochastic reconfiguration (Sorella 1998): θ ← θ − lr·(G + λ)⁻¹∇E, the natural gradient of a wave function.
 
@@ -497,7 +496,7 @@ def SOAP(
     largest: int = LARGEST,
     fallback: Structure | Literal["adamw"] | None = "adamw",
     groups: Iterable[dict[str, Any]] = (),
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> NaturalGradient:
     """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
 

@@ -251,7 +251,7 @@ class JoinedHeads(torch.autograd.Function):
 
 
 def _gradient_sample(observer: Observer, ω: Covector, without: frozenset[str]) -> GradientSample:
-    return GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
+    return GradientSample(ω, without, observer.blocks, observer.bound, observer.cache.graphs)
 
 
 @final

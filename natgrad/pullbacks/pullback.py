@@ -15,11 +15,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from natgrad.accelerate.autograd_nodes import version_of
-from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
+from natgrad.accelerate.devices import device_bytes, fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
 from natgrad.accelerate.temporaries import STAYS_IN_CPU_CACHE
 from natgrad.errors import IncompatibleError, MemoryBoundError, NatgradError, NonFiniteError
 from natgrad.geometry import Vector
+from natgrad.linalg import is_number
 from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, batches_of, check_slots, map_tensors, tensors_of
 from natgrad.output.losses import Criterion, metric_of
@@ -88,7 +89,7 @@ class Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
         check = not observer.deferred
         whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
-        return Root(metric, y, target, observer.memory, check, whole)
+        return Root(metric, y, target, observer.bound, check, whole)
 
     @property
     def columns(self) -> int:
@@ -196,7 +197,17 @@ def _check_finite(metric: OutputMetric, values: Tensor) -> None:
         raise NonFiniteError(f"{metric!r} is not finite at the outputs: they are too large, or outside its domain")
 
 
-MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
+def memory_bound(memory: int | None, device: torch.device) -> int:
+    """The bytes that a structure may occupy: ``memory`` or, where that is None, half of what the device has.
+
+    >>> memory_bound(1000, torch.device("cpu")), memory_bound(None, torch.device("cpu")) > 2**28
+    (1000, True)
+    """
+    if memory is None:
+        return device_bytes(device) // 2
+    if not is_number(memory) or not memory > 0:
+        raise ValueError(f"memory must be a number of bytes, or None for half of those of the device, got {memory!r}")
+    return int(memory)
 
 
 @final
@@ -524,7 +535,7 @@ class LoaderPullback:
     @property
     def memory(self) -> int:
         """Bytes that a structure may occupy."""
-        return self.observer.memory
+        return self.observer.bound
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -644,7 +655,7 @@ def pullback(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
     rules: Sequence[Rule] = (),
 ) -> LoaderPullback: ...
 
@@ -660,7 +671,7 @@ def pullback(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
     rules: Sequence[Rule] = (),
 ) -> Pullback: ...
 
@@ -675,7 +686,7 @@ def pullback(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
     rules: Sequence[Rule] = (),
 ) -> Pullback | LoaderPullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
@@ -688,10 +699,10 @@ def pullback(
     model returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
     (``logits.view(-1, V)``), and the targets are flattened, too; the first input has the n examples on its first axis,
     and y becomes [n t *out]. Without it this is found where rows of the outputs depend on each other (attention) and
-    blocks of t rows do not. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
-    it. ``rules``: your own layer rules, which take precedence over those of the library. Estimate before the
-    parameters change: afterwards the pullback is refused, unless they were written to through ``p.data`` or by a CUDA
-    graph, which nothing shows.
+    blocks of t rows do not. ``memory``: bytes that a structure may occupy (None: half of those of the device);
+    temporaries are chunked to an eighth of it. ``rules``: your own layer rules, which take precedence over those of the
+    library. Estimate before the parameters change: afterwards the pullback is refused, unless they were written to
+    through ``p.data`` or by a CUDA graph, which nothing shows.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -742,7 +753,7 @@ class Observer:
     metric: OutputMetric
     blocks: list[Block]
     generator: torch.Generator | None
-    memory: int = MEMORY
+    memory: int | None = None
     cache: ObserverCache = field(default_factory=ObserverCache)
     deferred: bool = False
     rules: Sequence[Rule] = ()
@@ -751,6 +762,11 @@ class Observer:
         """The same for the other parameters, as if these were constants."""
         model = replace(self.model, params={name: p for name, p in self.model.params.items() if name not in names})
         return replace(self, model=model, blocks=layers_of(model, self.rules), cache=ObserverCache())
+
+    @cached_property
+    def bound(self) -> int:
+        """The bytes that a structure may occupy."""
+        return memory_bound(self.memory, self.model.example.device)
 
     @property
     def logger(self) -> OnceLogger:
@@ -776,7 +792,7 @@ class Observer:
                 tape = record(self.model, self.blocks, batch.x, operations=asked)
                 ranges = [(0, tape.y.shape[0])]
             else:
-                bound = pass_bytes(self.memory, self.model.example.device)
+                bound = pass_bytes(self.bound, self.model.example.device)
                 tape, ranges = forward(self.model, self.blocks, batch.x, bound, asked)
             try:
                 return self.assemble(batch, tape, ranges, averaged=averaged, optional=optional)
@@ -870,7 +886,7 @@ class Observer:
             unused=status.unused,
             unreached=status.unreached,
             reasons=reasons,
-            memory=self.memory,
+            memory=self.bound,
             ranges=ranges,
             tapes={ranges[0]: tape} if ranges == [(0, tape.y.shape[0])] else {},
             operations=self.cache.operations,

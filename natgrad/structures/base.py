@@ -118,6 +118,9 @@ class Cost:
         return Cost(*(sum(column) for column in zip(*columns, strict=True)))
 
 
+_NONE_FITS = "No structure fits: take smaller batches (a DataLoader in place of x), or raise memory="
+
+
 class Structure(ABC):
     """A choice of what to keep of the metric G = RᵀCR/N.
 
@@ -256,7 +259,7 @@ class Structure(ABC):
         fitting = ", ".join(f"{name} ({b:,} bytes)" for b, name in sizes if b <= pullback.memory)
         raise MemoryBoundError(
             f"{type(self).__name__} of {pullback.model.size:,} parameters needs {needed:,} bytes, over the bound "
-            f"memory={pullback.memory:,}. {'These fit: ' + fitting if fitting else 'No structure fits: raise memory='}"
+            f"memory={pullback.memory:,}. {'These fit: ' + fitting if fitting else _NONE_FITS}"
         )
 
     def admit_numbers(self, count: int, layout: Layout, memory: int) -> None:
