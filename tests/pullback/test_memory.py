@@ -1,4 +1,4 @@
-"""``memory=`` bounds what a structure may occupy: by default half of what the device has, else as many bytes as it says."""
+"""``memory=`` bounds what a structure may occupy: that many bytes, by default half of what the device has."""
 
 from __future__ import annotations
 
