@@ -118,7 +118,7 @@ class Cost:
         return Cost(*(sum(column) for column in zip(*columns, strict=True)))
 
 
-_NONE_FITS = "No structure fits: take smaller batches (a DataLoader in place of x), or raise memory="
+_NONE_FITS = "No structure fits: raise memory=, or take smaller batches (a DataLoader in place of x)"
 
 
 class Structure(ABC):
