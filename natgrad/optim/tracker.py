@@ -549,7 +549,7 @@ class MetricTracker:
         estimate = self.structure.in_backward(pb, self.average, in_place=self._absorbs(), weigh=weigh)
         self._in_backward.append((pb.n, estimate))
         self.loss_check.watch_scale(self.model.params)
-        pb.tapes.clear()
+        pb.release()
 
     @property
     def awaits_backward(self) -> bool:
@@ -922,11 +922,9 @@ class MetricTracker:
 
     def _assemble(self, batch: Batch, tape: Tape, observer: Observer) -> Pullback:
         """The pullback of a recorded pass, all examples at once."""
-        n, fleeting = tape.y.shape[0], self._absorbs()
+        fleeting = self._absorbs()
         try:
-            return observer.assemble(
-                batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged, optional=self._undecided
-            )
+            return observer.assemble(batch, tape, fleeting=fleeting, averaged=self._averaged, optional=self._undecided)
         except NoRuleError as uncovered:
             self._leave(uncovered.reasons)
         params, blocks = self.model.params, self.observer.blocks
@@ -935,7 +933,7 @@ class MetricTracker:
         tape = replace(tape, uses=uses, leaves=params)
         model = replace(observer.model, params=params)  # a pass may have had some of the heads only
         observer = replace(observer, model=model, blocks=blocks, cache=self.observer.cache)
-        return observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
+        return observer.assemble(batch, tape, fleeting=fleeting, averaged=self._averaged)
 
     def _observed(self, batch: Batch) -> Pullback:
         """The pullback at a batch, by a pass of our own."""
@@ -1020,7 +1018,7 @@ class MetricTracker:
         else:
             self._hold(pb)
         self._examples += pb.n
-        pb.tapes.clear()  # the graph belongs to the user's backward pass
+        pb.release()  # the graph belongs to the user's backward pass
 
     def _absorbs(self) -> bool:
         """Whether an estimate goes into the average at once, in place. Several processes must join theirs before."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate.autograd_nodes import VIEWS, WRITTEN_VIEW, output_shape
-from natgrad.errors import BatchStatisticsError, NonFiniteError, UncoveredError
+from natgrad.errors import NonFiniteError, UncoveredError
 from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, plain_name, tensors_of
 from natgrad.pullbacks.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, size_pattern, survey
@@ -214,36 +214,6 @@ def _options(use: Use, n: int) -> list[BatchAxis | None]:
     return [*([None] if _at_home(use, n) else []), *(axis for axis in others if use.supports_axis(axis, n))]
 
 
-def check_alike(tape: Tape, layers: Sequence[Block], chunk: tuple[int, int]) -> BatchAxes:
-    """The batch axes of a chunk. Raise if a rule that applies to another chunk of the batch does not apply to this one.
-
-    A model may sort its examples: the first chunk was in order, and this one is not.
-    """
-    counts, batch_axes = survey(tape.y).counts, find_batch_axes(tape)
-    wrong = batch_axes.without_rule
-    names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, wrong)]
-    if names:
-        raise BatchStatisticsError(
-            f"the layers of {', '.join(names)} see examples {chunk[0]} to {chunk[1]} in another order, or are used in "
-            "another way, than those before: the batch cannot be processed in parts. Raise memory= so that it fits "
-            "whole"
-        )
-    return batch_axes
-
-
-def check_unused(tape: Tape, leaves: Mapping[str, Tensor], chunk: tuple[int, int]) -> None:
-    """Raise if a parameter that the whole batch did not use is used by a chunk of it."""
-    if not leaves or tape.y.grad_fn is None:
-        return
-    names = sorted(set(leaves) - survey(tape.y).unreached(leaves))
-    if names:
-        raise BatchStatisticsError(
-            f"examples {chunk[0]} to {chunk[1]} use {', '.join(names)}, and the whole batch did not: what the model "
-            "uses is decided anew in every pass, and the batch cannot be processed in parts. Raise memory= so that it "
-            "fits whole"
-        )
-
-
 def _probe_axes(
     tape: Tape, unsure: Mapping[int, Sequence[BatchAxis | None]]
 ) -> tuple[dict[int, BatchAxis | None], bool]:
@@ -359,12 +329,11 @@ class StatusCache:
         self._statuses: LRU[Hashable, LayerStatus] = LRU(capacity=256)
         self._last: tuple[Any, LayerStatus] | None = None  # what the last graph was like, sizes and all, and its status
 
-    def of(self, model: Model, blocks: list[Block], tape: Tape, whole: bool) -> LayerStatus:
-        """``whole``: all examples are in this pass, so that a layer that it does not use is unused."""
+    def of(self, model: Model, blocks: list[Block], tape: Tape) -> LayerStatus:
         graph = survey(tape.y)
         calls, shapes = _signature(tape.uses)
         shapes = [tuple(tape.y.shape), *shapes, *graph.shapes]
-        form = (graph.form, calls, whole, tape.operations is None)
+        form = (graph.form, calls, tape.operations is None)
         # A training loop shows the same graph again and again: to compare it takes less time than to hash it.
         if self._last is not None and self._last[0] == (form, shapes) and self._last[1].given == blocks:
             return self._last[1]
@@ -379,19 +348,17 @@ class StatusCache:
             return status
         check_reentrant_checkpoint(model, graph.names, graph.counts)
         batch_axes = find_batch_axes(tape)
-        status = _status(model, blocks, tape, graph, whole, batch_axes)
+        status = _status(model, blocks, tape, graph, batch_axes)
         if batch_axes.certain and DATA_DEPENDENT.isdisjoint(graph.names):
             # What is known of recorded operations, in ``memo``, depends on their sizes.
             self._statuses[pattern if batch_axes.any_size and tape.operations is None else exact] = status
         return status
 
 
-def _status(
-    model: Model, given: list[Block], tape: Tape, graph: Survey, whole: bool, batch_axes: BatchAxes
-) -> LayerStatus:
+def _status(model: Model, given: list[Block], tape: Tape, graph: Survey, batch_axes: BatchAxes) -> LayerStatus:
     wrong = batch_axes.without_rule
     blocks = [b if b.rule is None or tape.complete(b, graph.counts, wrong) else b.without_rule() for b in given]
-    unreached = graph.unreached(tape.leaves or model.params) if whole else frozenset()
+    unreached = graph.unreached(tape.leaves or model.params)
     # Nothing that the pass returned depends on them, whether or not the layer was called.
     unused = {b.names[0]: b for b in given if unreached.issuperset(b.names)}
     blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]

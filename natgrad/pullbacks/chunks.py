@@ -1,26 +1,19 @@
-"""Ranges of examples whose forward pass fits into memory."""
+"""Ranges of the examples of a batch: whether it can be taken apart, and the size of temporaries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.temporaries import CHUNK_BYTES
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model, map_tensors, refuse_nested, tensors_of
-from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.neighbours import number_examples
 from natgrad.pullbacks.rows import agree
-from natgrad.pullbacks.tape import Tape, TapeOverflow, activations, record
 
 ExampleRange: TypeAlias = tuple[int, int]  # examples start to stop
-_EXPANSION = 64  # outputs of a layer over inputs of the model, at the most, before memory is looked after
 
 
 def examples(x: Inputs, chunk: ExampleRange, n: int) -> Inputs:
@@ -45,23 +38,9 @@ def check_inputs(model: Model, x: Inputs) -> None:
             )
 
 
-def ranges(start: int, stop: int, step: int) -> list[ExampleRange]:
-    """From start to stop in steps."""
-    return [(a, min(a + step, stop)) for a in range(start, stop, step)]
-
-
 def chunk_bytes(memory: int) -> int:
     """What a temporary may occupy: an eighth of the bound, and no more than stays fast."""
     return max(1, min(memory // 8, CHUNK_BYTES))
-
-
-def pass_bytes(memory: int, device: torch.device) -> int:
-    """What the activations of a pass may occupy: half of the bound on a GPU, which is slow where a batch is cut.
-
-    >>> pass_bytes(2**32, torch.device("cpu")) == 2**28, pass_bytes(2**32, torch.device("cuda")) == 2**31
-    (True, True)
-    """
-    return max(1, memory // 2) if is_asynchronous(device) else chunk_bytes(memory)
 
 
 def separable(x: Inputs, n: int) -> bool:
@@ -70,89 +49,35 @@ def separable(x: Inputs, n: int) -> bool:
     return bool(tensors) and all(t.ndim and t.shape[0] == n for t in tensors)
 
 
-_UNCUT = (
-    "the batch of {} examples does not fit into memory= whole and cannot be cut: {}. Raise memory= so that it fits{}"
-)
+_WHOLE = "the batch of {} examples cannot be taken apart: {}. Give all of them at once"
 
 
-def check_cut(model: Model, x: Inputs, n: int) -> None:
-    """Refuse to cut a batch whose examples are numbered, before an example looks for one that is not there."""
+def check_independent(model: Model, x: Inputs, step: int, n: int) -> None:
+    """Raise if the first examples have other outputs in a batch of ``step`` than in one of another size.
+
+    A batch that is taken apart must give the outputs of the whole one. Examples that are numbered are refused before
+    one of them looks for another that is not there.
+    """
     if number_examples(model, x):
         why = (
             "integers among the inputs number its examples, or integers of the model do (a table of neighbours, edges)"
         )
-        raise BatchStatisticsError(_UNCUT.format(n, why, " whole"))
-
-
-@contextmanager
-def _on_part(step: int, n: int) -> Iterator[None]:
-    """An error of the model on ``step`` of n examples is about the others, which it looks for."""
+        raise BatchStatisticsError(_WHOLE.format(n, why))
+    few = 2 if step > 2 else min(step + 1, n)
+    same = min(few, step)
     try:
-        yield
+        with torch.no_grad():
+            y, other = (model(None, examples(x, (0, count), n)) for count in (step, few))
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         if step == n:
             raise
-        raise BatchStatisticsError(
-            _UNCUT.format(n, f"on {step} of them the model fails ({error})", " whole")
-        ) from error
-
-
-def check_independent(model: Model, x: Inputs, step: int, n: int, y: Tensor | None = None) -> None:
-    """Raise if the first examples have other outputs in a batch of ``step`` (y, if known) than in one of another size.
-
-    A batch that is cut into ranges must give the outputs of the whole one.
-    """
-    few = 2 if step > 2 else min(step + 1, n)
-    if y is None:
-        check_cut(model, x, n)
-    with torch.no_grad(), _on_part(min(few, step), n):
-        y = model(None, examples(x, (0, step), n)) if y is None else y.detach()
-        other = model(None, examples(x, (0, few), n))
-    same = min(few, step)
+        raise BatchStatisticsError(_WHOLE.format(n, f"on {same} of them the model fails ({error})")) from error
     if other.shape[0] == few and (agree(other[:same], y[:same]) or not bool(y[:same].isfinite().all())):
         return  # what is not finite is reported with its origin
     why = (
         f"in batches of {few} and {step} the first examples have different outputs, so examples influence each other, "
         "or the model is random"
     )
-    independent = " whole, or evaluate the model so that its examples are independent"
-    raise BatchStatisticsError(_UNCUT.format(n, why, independent))
-
-
-def forward(
-    model: Model, blocks: Sequence[Block], x: Inputs, bound: int, operations: bool = False
-) -> tuple[Tape, list[ExampleRange]]:
-    """The tape of the batch, or, if that is too large, of its first range, with all ranges.
-
-    A batch can be cut where every input has the same number of examples on its first axis and the outputs follow.
-    """
-    sizes = {t.shape[0] if t.ndim else 0 for t in tensors_of(x)}
-    n = sizes.pop() if len(sizes) == 1 else 0
-    row = 0 if operations else sum(b.size for b in blocks if b.rule is None) * model.example.element_size()
-    step = n if row == 0 else min(n, max(1, bound // row))
-    if step < n:
-        check_cut(model, x, n)
-    # The pass that is cut short has made one layer's outputs already: do not try it where inputs alone come close.
-    large = step > 1 and _EXPANSION * sum(t.numel() * t.element_size() for t in tensors_of(x)) > bound
-    if large and not number_examples(model, x):
-        with _on_part(1, n):
-            step = min(step, max(1, bound // max(1, activations(model, examples(x, (0, 1), n)))))
-    while step > 0:
-        try:
-            with _on_part(step, n):
-                tape = record(model, blocks, examples(x, (0, step), n), bound if step > 1 else None, operations)
-        except TapeOverflow:
-            if step == n:
-                check_cut(model, x, n)
-            step //= 2
-            continue
-        if step == n:
-            return tape, [(0, tape.y.shape[0])]  # outputs may have more examples than inputs: tokens, for one
-        if tape.y.shape[0] == step:
-            check_independent(model, x, step, n, tape.y)
-            return tape, ranges(0, n, step)
-        break
-    tape = record(model, blocks, x, operations=operations)
-    return tape, [(0, tape.y.shape[0])]
+    raise BatchStatisticsError(_WHOLE.format(n, why) + ", or evaluate the model so that its examples are independent")

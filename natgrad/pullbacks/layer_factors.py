@@ -76,17 +76,6 @@ class FactorList(FactorSink):
         return [(self.factors[b, "S"], self.factors[b, "A"]) for b in range(len(self.factors) // 2)]
 
 
-@final
-class FactorMoments(FactorSink):
-    """Adds up S and A of every layer over the parts of a batch."""
-
-    def __init__(self) -> None:
-        self.totals: dict[tuple[int, Side], Moment] = {}
-
-    def put(self, b: int, side: Side, moment: Moment) -> None:
-        self.totals[b, side] = self.totals[b, side] + moment if (b, side) in self.totals else moment
-
-
 # Which positions count.
 
 

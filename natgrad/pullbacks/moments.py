@@ -1,14 +1,13 @@
 """The two Kronecker factors of every layer of a batch: S = Σ g gᵀ/N and A = Σ a aᵀ/(N·R).
 
-``stream`` computes them layer by layer in one backward pass. A batch that does not fit into memory is divided:
-``second_moments`` adds up the factors of its parts.
+``stream`` computes them layer by layer in one backward pass. Where the root has too many columns for one,
+``second_moments`` adds up the factors of several.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from natgrad.pullbacks.coupling import Mixing, Weights, at_fixed_address
 from natgrad.pullbacks.layer import Block, joined
 from natgrad.pullbacks.layer_factors import (
     FactorList,
-    FactorMoments,
     FactorSink,
     LayerFactors,
     ReachedPositions,
@@ -34,19 +32,17 @@ from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.pullbacks.visible_positions import VisiblePositions
 from natgrad.rules.features import Moment
 
-# All layers at once, chunk by chunk over examples and roots.
+# All layers at once, chunk by chunk over the roots.
 
 
 Pairs: TypeAlias = list[tuple[Tensor, Tensor]]  # S and A
 Positions: TypeAlias = list[int | Tensor]  # the numbers of positions that A is the mean of
-Watch: TypeAlias = Callable[[Tape, Cotangents], None]  # sees the cotangents of every chunk of examples and roots
+Watch: TypeAlias = Callable[[Tape, Cotangents], None]  # sees the cotangents of every chunk of roots
 
 
-def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
-    """For every part of the batch its tape, and the cotangents s J/√N chunk by chunk over the roots."""
-    for examples in pb.split_ranges():
-        tape = pb.tape(examples)
-        yield tape, (tape.cotangents(s / math.sqrt(pb.n)) for s in pb.roots.at(examples).split(_columns(pb, tape)))
+def by_roots(pb: Pullback) -> Iterator[Cotangents]:
+    """The cotangents s J/√N, chunk by chunk over the roots."""
+    return (pb.tape.cotangents(s / math.sqrt(pb.n)) for s in pb.root.split(_columns(pb)))
 
 
 def second_moments(
@@ -55,37 +51,32 @@ def second_moments(
     sharing: Sharing,
     watch: Watch | None = None,
 ) -> tuple[Pairs, Positions]:
-    """S and A of every layer in ``layers``, which have rules, summed over the parts of the batch that fit into memory.
+    """S and A of every layer in ``layers``, which have rules, summed over chunks of roots.
 
     ``watch`` is called with the cotangents too.
     """
     kinds = [kind for block in layers for kind in block.kinds]
     left: dict[int, Moment] = {}
-    right: dict[int, Moment] = {}
-
-    def add(side: dict[int, Moment], b: int, moment: Moment) -> None:
-        side[b] = side[b] + moment if b in side else moment
-
-    pieces = zip(pb.split_ranges(), passes(pb), strict=True) if kinds else ()
-    for examples, (tape, chunks) in pieces:
-        leaves_out = pb.batch.target is not None and pb.metric.leaves_out
-        weights = counted_examples(pb, pb.roots.at(examples)) if leaves_out else None
-        visible = VisiblePositions(tape, kinds, partial(pb.roots.at, examples))
-        there: dict[int, Tensor | None] = {}  # of each layer, the positions that count
-        for g in chunks:
-            for b, kind in enumerate(kinds):
-                h = g.of(tape, kind)
-                mask = visible.of(kind, h)
-                if b not in there or there[b] is not None:
-                    there[b] = _either(mask, there.get(b))
-                add(left, b, sharing.output_moment(sharing.outputs(h), kind))
-            if watch is not None:
-                watch(tape, g)
-        positions = ReachedPositions(tape, {b: kinds[b] for b in there})
-        positions.update(there)
-        shared = positions.take(whole=False)
+    tape, leaves_out = pb.tape, pb.batch.target is not None and pb.metric.leaves_out
+    weights = counted_examples(pb, pb.root) if kinds and leaves_out else None
+    visible = VisiblePositions(tape, kinds, lambda: pb.root)
+    there: dict[int, Tensor | None] = {}  # of each layer, the positions that count
+    for g in by_roots(pb) if kinds else ():
         for b, kind in enumerate(kinds):
-            add(right, b, sharing.counted_moment(tape.inputs(kind), kind, any_of(shared[b]), weights))
+            h = g.of(tape, kind)
+            mask = visible.of(kind, h)
+            if b not in there or there[b] is not None:
+                there[b] = _either(mask, there.get(b))
+            moment = sharing.output_moment(sharing.outputs(h), kind)
+            left[b] = left[b] + moment if b in left else moment
+        if watch is not None:
+            watch(tape, g)
+    positions = ReachedPositions(tape, {b: kinds[b] for b in there})
+    positions.update(there)
+    shared = positions.take(whole=False)
+    right = [
+        sharing.counted_moment(tape.inputs(kind), kind, any_of(shared[b]), weights) for b, kind in enumerate(kinds)
+    ]
     dtype = pb.y.dtype
     each = iter([((left[b].total.to(dtype), right[b].mean().to(dtype)), right[b].count) for b in range(len(kinds))])
     rows = [[next(each) for _ in block.kinds] for block in layers]
@@ -119,14 +110,13 @@ def coupled_by(pb: Pullback, tape: Tape) -> Mixing | Weights | None:
 
 
 def whole(pb: Pullback) -> bool:
-    """Whether all examples and roots are seen at once."""
-    one = len(pb.split_ranges()) == 1
-    return one and (pb.columns == 1 or pb.columns <= _columns(pb, pb.tape(pb.ranges[0])))
+    """Whether all roots are seen at once."""
+    return pb.columns == 1 or pb.columns <= _columns(pb)
 
 
-def _columns(pb: Pullback, tape: Tape) -> int:
+def _columns(pb: Pullback) -> int:
     """How many roots k at a time."""
-    cost = sum(shape.numel() for use in tape.uses for shape in use.shapes)
+    cost = sum(shape.numel() for use in pb.tape.uses for shape in use.shapes)
     return max(1, pb.chunk // max(cost, 1))
 
 
@@ -170,8 +160,7 @@ def stream(
             sink.put(b, "S", Moment(s, 1))
         sink.flush()
         return
-    tape = pb.tape(pb.ranges[0])
-    s, weights = pb.root, None
+    tape, s, weights = pb.tape, pb.root, None
     if pb.coupling is None and (weights := counted_examples(pb, s)) is not None:
         weights = at_fixed_address(tape.memo, "examples that count", weights)
     layers = LayerFactors(
@@ -202,16 +191,6 @@ def stream_inputs(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink:
     if not blocks:
         return
     layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, frozenset(), inputs_only=True)
-    first, *others = (pb.tape(examples) for examples in pb.ranges)
-    if not others:
-        graphs = None if sink.address_key is None else pb.graph_cache
-        kernels = kernels_of(graphs, layers, first, sink, layers.reached_positions(first))
-        kernels.inputs(range(len(blocks)))
-    else:
-        moments = FactorMoments()
-        for tape in (first, *others):
-            for b in range(len(blocks)):
-                layers.put_inputs(b, tape, moments)
-        for (b, side), moment in moments.totals.items():
-            sink.put(b, side, moment)
+    graphs = None if sink.address_key is None else pb.graph_cache
+    kernels_of(graphs, layers, pb.tape, sink, layers.reached_positions(pb.tape)).inputs(range(len(blocks)))
     sink.flush()

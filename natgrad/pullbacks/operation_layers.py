@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from natgrad.accelerate.autograd_nodes import without_hooks
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import pulled
-from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Block, Facet, ParameterSlice
 from natgrad.pullbacks.operations import Operand, Operation, missed
@@ -658,19 +657,6 @@ class OperationLayers:
         by_name = {name: place for block in blocks for name, place in block.named_slices.items()}
         layers, uses, reasons = self.of(model, by_name, tape, wanted)
         return with_layers(blocks, layers), replace(tape, uses=(*tape.uses, *uses)), reasons
-
-    def again(self, model: Model, layers: Sequence[Block], tape: Tape, piece: tuple[int, int]) -> Tape:
-        """The tape of another part of the batch, with the uses of the same layers."""
-        wanted = {name for block in layers for name in block.names}
-        by_name = {name: place for block in layers for name, place in block.named_slices.items()}
-        blocks, uses, _ = self.of(model, by_name, tape, wanted)
-        if len(blocks) < len(layers):
-            names = ", ".join(block.title for block in layers if block not in blocks)
-            raise BatchStatisticsError(
-                f"{names} is used in another way by the examples {piece[0]} to {piece[1]} than by others: the batch "
-                "cannot be processed in parts. Raise memory= so that it fits whole"
-            )
-        return replace(tape, uses=(*tape.uses, *uses))
 
     def of(
         self, model: Model, by_name: Mapping[str, ParameterSlice], tape: Tape, wanted: Collection[str]

@@ -11,7 +11,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final, overloa
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from natgrad.accelerate.autograd_nodes import version_of
@@ -25,22 +24,17 @@ from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, batches_of, check_slots, map_tensors, tensors_of
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullbacks.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
+from natgrad.pullbacks.batch_axis import LayerStatus, StatusCache, check_outputs
 from natgrad.pullbacks.chunks import (
-    ExampleRange,
-    check_independent,
     check_inputs,
     chunk_bytes,
     examples,
-    forward,
-    pass_bytes,
-    ranges,
     separable,
 )
 from natgrad.pullbacks.coupling import root_of
 from natgrad.pullbacks.factors import Factors, Squares
 from natgrad.pullbacks.layer import Block, Tied, formed, partition
-from natgrad.pullbacks.operation_layers import OperationLayers, is_operation
+from natgrad.pullbacks.operation_layers import OperationLayers
 from natgrad.pullbacks.position_tables import over_examples
 from natgrad.pullbacks.rows import rows
 from natgrad.pullbacks.tape import Cotangents, Tape, record
@@ -79,10 +73,9 @@ class Root:
     metric: OutputMetric
     y: Tensor  # [n *out]
     target: Any
-    memory: int  # bytes that the root of one range may occupy
+    memory: int  # bytes that the root may occupy
     check: bool = True  # whether it is finite
     stored: Tensor | None = None
-    checked: set[ExampleRange] = field(default_factory=set)  # what is made again is not checked again
 
     @staticmethod
     def of(observer: Observer, metric: OutputMetric, target: Any, y: Tensor, coupled: bool) -> Root:
@@ -94,49 +87,31 @@ class Root:
     @property
     def columns(self) -> int:
         """K, from the stored root, or from the root at one example."""
-        whole = self._whole_root()
-        return whole.shape[0] if whole is not None else self._alone or 0
-
-    def at(self, chunk: ExampleRange) -> Tensor:
-        """s [k n *out] of a range of examples."""
-        n = self.y.shape[0]
-        if chunk == (0, n) and self.stored is not None:
-            return self.stored
-        whole = None if chunk == (0, n) else self._whole_root()
-        if whole is not None:
-            return whole[:, chunk[0] : chunk[1]]
-        self._admit(chunk[1] - chunk[0])
-        check = self.check and chunk not in self.checked
-        root = root_at(self.metric, self.y[chunk[0] : chunk[1]], examples(self.target, chunk, n), None, check)
-        self.checked.add(chunk)
-        return root
-
-    def cut(self, chunk: ExampleRange, limit: int) -> list[ExampleRange]:
-        """Split a range into pieces whose roots have at most ``limit`` numbers each."""
-        n, d = chunk[1] - chunk[0], self.y.shape[1:].numel()
-        if n * d**2 <= limit or self._whole_root() is not None:
-            return [chunk]
-        self._admit(1)
-        return ranges(*chunk, max(1, limit // (self.columns * d)))
-
-    def _whole_root(self) -> Tensor | None:
-        """The stored root of all examples, computed now if it cannot be computed for a range; None if it can."""
         if self.stored is None and self._alone is None:
             self.stored = root_at(self.metric, self.y, self.target, None, self.check)
-        return self.stored
+        return self.stored.shape[0] if self.stored is not None else self._alone or 0
 
-    def _admit(self, n: int) -> None:
+    def whole(self) -> Tensor:
+        """s [k n *out] of all examples; an exact one is computed anew each time, and not kept."""
+        if self.stored is not None:
+            return self.stored
+        self._admit()
+        root = root_at(self.metric, self.y, self.target, None, self.check)
+        self.check = False  # what is made again is not checked again
+        return root
+
+    def _admit(self) -> None:
         """Refuse, before it is made, a root that exceeds the memory bound."""
-        d, bytes_each = self.y.shape[1:].numel(), self.y.element_size()
+        n, d, bytes_each = self.y.shape[0], self.y.shape[1:].numel(), self.y.element_size()
         if n * d**2 * bytes_each <= self.memory:
             return  # nearly certain: no metric of the library has many more columns than outputs
         needed = n * self.columns * d * bytes_each
         if needed > self.memory:
-            what = "an example" if n == 1 else f"{n} examples that cannot be cut apart"
             raise MemoryBoundError(
-                f"the exact root of {self.metric!r} has {self.columns:,} columns: for {what} with {d:,} outputs it "
-                f"needs {needed:,} bytes, over the bound memory={self.memory:,}. Sample it, with "
-                "Fisher(family, samples=k) or Sampled(metric, k), or use Implicit, which needs no root"
+                f"the exact root of {self.metric!r} has {self.columns:,} columns: for {n} examples with {d:,} outputs "
+                f"it needs {needed:,} bytes, over the bound memory={self.memory:,}. Sample it, with "
+                "Fisher(family, samples=k) or Sampled(metric, k), take smaller batches (a DataLoader in place of x), "
+                "or use Implicit, which needs no root"
             )
 
     @cached_property
@@ -234,8 +209,7 @@ class Pullback:
     unreached: frozenset[str]
     reasons: Mapping[str, str]
     memory: int  # bytes that a structure may occupy
-    ranges: list[ExampleRange]  # examples that are processed together
-    tapes: dict[ExampleRange, Tape]  # a missing tape is recorded when it is needed
+    tape: Tape  # of the pass
     operations: OperationLayers
     logger: OnceLogger
     graph_cache: GraphCache[None] | None = None  # CUDA graphs of second moments, for a model that is used repeatedly
@@ -255,6 +229,10 @@ class Pullback:
                 f"before: call pullback again, or {before} before you change them"
             )
 
+    def release(self) -> None:
+        """Drop the graph of the pass, which belongs to the user's backward pass."""
+        del self.tape
+
     @property
     def model(self) -> Model:
         return self.batch.model
@@ -267,7 +245,7 @@ class Pullback:
     @property
     def root(self) -> Tensor:
         """s [k n *out] of all examples."""
-        return self.roots.at((0, self.n))
+        return self.roots.whole()
 
     @property
     def columns(self) -> int:
@@ -336,7 +314,7 @@ class Pullback:
             flat_at(self.metric, self.y, torch.ones_like(self.y), self.batch.target)
 
     def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
-        """Factors of all blocks, chunk by chunk over examples and roots; G is the sum over the chunks.
+        """Factors of all blocks, chunk by chunk over the roots; G is the sum over the chunks.
 
         ``limit``: elements that a chunk of roots may have, where that is less than ``chunk``.
         A coupling mixes the examples, so its rows come whole in n and mixed by a root L of C = L Lᵀ.
@@ -344,39 +322,20 @@ class Pullback:
         if self.coupling is not None:
             yield from self._coupled()
             return
-        for each in self.split_ranges():
-            for factors in self._factors_of(each, limit):
-                yield from formed(factors, self.chunk)
+        for factors in self._by_roots(limit):
+            yield from formed(factors, self.chunk)
 
-    def split_ranges(self) -> list[ExampleRange]:
-        """The ranges of examples, split further if their exact roots would be too large."""
-        if self.roots.stored is not None or not separable(self.batch.x, self.n):
-            return self.ranges
-        pieces = [piece for each in self.ranges for piece in self.roots.cut(each, self.chunk)]
-        if len(pieces) > len(self.ranges) == 1:  # several ranges have been checked already
-            check_independent(self.model, self.batch.x, pieces[0][1], self.n)
-        return pieces
-
-    def _factors_of(self, chunk: ExampleRange, limit: int | None = None) -> Iterator[list[Factors | Tied]]:
-        tape = self.tape(chunk)
-        inputs = self._inputs(tape)
-        for s in self.roots.at(chunk).split(self.roots_at_once(tape, inputs, chunk, limit)):
-            yield self._factors(tape, inputs, chunk, s / math.sqrt(self.n))
-
-    def _whole(self, chunk: ExampleRange) -> Iterator[list[Factors]]:
-        """Factors of all examples of a range, chunk by chunk over the roots."""
-        return ([f.at(slice(None)) for f in factors] for factors in self._factors_of(chunk))
+    def _by_roots(self, limit: int | None = None) -> Iterator[list[Factors | Tied]]:
+        """Factors of all examples, chunk by chunk over the roots."""
+        inputs = self._inputs()
+        for s in self.root.split(self.roots_at_once(inputs, limit)):
+            yield self._factors(inputs, s / math.sqrt(self.n))
 
     def collect(self) -> list[Factors]:
         """The factors of all examples and roots at once, for the kernel."""
-        by_range = [self._coupled()] if self.coupling is not None else map(self._whole, self.split_ranges())
-        by_example = [
-            [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)] for chunks in by_range
-        ]
-        return [
-            Factors(torch.cat([f.a for f in fs]), _side_by_side([f.g for f in fs]))
-            for fs in zip(*by_example, strict=True)
-        ]
+        chunks = self._coupled() if self.coupling is not None else self._by_roots()
+        whole = [[f.at(slice(None)) for f in factors] for factors in chunks]
+        return [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*whole, strict=True)]
 
     def square(self) -> Tensor:
         """The diagonal of G [p] = Σ_kn R², from the factors."""
@@ -390,42 +349,28 @@ class Pullback:
             block.unpack(total.total(), out)
         return out
 
-    def tape(self, chunk: ExampleRange) -> Tape:
-        """The tape of a range of examples, recorded now if it is missing."""
-        if chunk in self.tapes:
-            return self.tapes[chunk]
-        shown = [layer for layer in self.layers if is_operation(layer)]
-        x = examples(self.batch.x, chunk, self.n)
-        tape = over_examples(record(self.model, self.layers, x, operations=bool(shown)))
-        batch_axes = check_alike(tape, [layer for layer in self.layers if layer not in shown], chunk)
-        names = [name for block in self.unused.values() for name in block.names]
-        check_unused(tape, {name: p for name, p in tape.leaves.items() if name in names}, chunk)
-        tape = tape.with_batch_first(batch_axes.axes)
-        return self.operations.again(self.model, shown, tape, chunk) if shown else tape
-
-    def _inputs(self, tape: Tape) -> list[Tensor | None]:
+    def _inputs(self) -> list[Tensor | None]:
         factored = (block if block.rule and not block.facets else None for block in self.layers)
-        return [None if block is None else tape.inputs(block).dense().to(self.y.dtype) for block in factored]
+        return [None if block is None else self.tape.inputs(block).dense().to(self.y.dtype) for block in factored]
 
-    def roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], chunk: ExampleRange, limit: int | None) -> int:
+    def roots_at_once(self, inputs: Sequence[Tensor | None], limit: int | None) -> int:
         """How many columns k of the root fit into a chunk, including the rows of layers with several positions."""
-        cost = sum(shape.numel() for use in tape.uses for shape in use.shapes)
+        cost = sum(shape.numel() for use in self.tape.uses for shape in use.shapes)
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or a.shape[1] > 1:
-                cost += block.size * (chunk[1] - chunk[0])
+                cost += block.size * self.n
         if any(a is None for a in inputs) and not separable(self.batch.x, self.n):
             cost += self.n * self.y.numel()  # every example has a cotangent of the whole batch
         return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
-    def _factors(
-        self, tape: Tape, inputs: Sequence[Tensor | None], chunk: ExampleRange, s: Tensor
-    ) -> list[Factors | Tied]:
+    def _factors(self, inputs: Sequence[Tensor | None], s: Tensor) -> list[Factors | Tied]:
+        tape = self.tape
         cotangents = tape.cotangents(s) if any(block.rule for block in self.layers) else Cotangents({}, {})
         unused = [block.names[0] in self.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
-        x = examples(self.batch.x, chunk, self.n)
-        explicit = rows(self.model, tape, bare, x, s, self.logger, self.chunk) if bare else s.new_empty(0)
+        self._admit_rows(ruleless, s)
+        explicit = rows(self.model, tape, bare, self.batch.x, s, self.logger, self.chunk) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
@@ -440,6 +385,17 @@ class Pullback:
             else:
                 out.append(Factors(a, cotangents.of(tape, block).dense().to(a.dtype)))
         return out
+
+    def _admit_rows(self, ruleless: Sequence[Block], s: Tensor) -> None:
+        """Refuse, before they are made, rows of parameters without a layer rule that exceed the memory bound."""
+        needed = s.shape[:2].numel() * sum(block.size for block in ruleless) * s.element_size()
+        if needed > self.memory:
+            names = listed([name for block in ruleless for name in block.names])
+            raise MemoryBoundError(
+                f"the rows of {self.n} examples for {names}, which no layer rule covers, need {needed:,} bytes, over "
+                f"the bound memory={self.memory:,}: take smaller batches (a DataLoader in place of x), use Implicit, "
+                "or raise memory="
+            )
 
     def mixing(self) -> Tensor:
         """L [n m] with C = L Lᵀ. Sums of squares of what is mixed by it do not cancel, as products with C do.
@@ -468,11 +424,9 @@ class Pullback:
                 f"the coupled rows of {self.n} examples and {self.model.size} parameters need {needed:,} bytes, "
                 f"over the bound memory={self.memory:,}: use a smaller batch, or Implicit"
             )
-        whole = (0, self.n)
-        tape = self.tape(whole)
-        inputs = self._inputs(tape)
+        inputs = self._inputs()
         for s in self.root.split(1):
-            factors = self._factors(tape, inputs, whole, s / math.sqrt(self.n))
+            factors = self._factors(inputs, s / math.sqrt(self.n))
             yield [_mixed(f, layer, mix) for f, layer in zip(factors, self.layers, strict=True)]
 
 
@@ -482,12 +436,6 @@ def _mixed(f: Factors | Tied, layer: Block, mix: Tensor) -> Factors:
     dtype = rows.dtype
     rows = (rows if layer.facets else rows[..., layer.index.argsort()]).to(mix.dtype)
     return Factors.of_rows(torch.einsum("nm,knp->kmp", mix, rows).to(dtype))
-
-
-def _side_by_side(gs: list[Tensor]) -> Tensor:
-    """g [k n r c o] of all examples; a range whose root has fewer columns than another's gets columns of zeros."""
-    k = max(g.shape[0] for g in gs)
-    return torch.cat([g if g.shape[0] == k else F.pad(g, (*[0, 0] * 4, 0, k - g.shape[0])) for g in gs], dim=1)
 
 
 # Metrics are computed in the precision that their numbers have, also inside a forward pass under autocast.
@@ -785,17 +733,12 @@ class Observer:
         return replace(pb, versions={name: v for name, v in before.items() if version_of(params[name]) == v})
 
     def of(self, batch: Batch, averaged: bool = False, optional: Collection[str] = ()) -> Pullback:
-        """The pullback at a batch, by a forward pass of the library; a ``deferred`` one is not split into ranges."""
+        """The pullback at a batch, by a forward pass of the library."""
         while True:
             asked = self.operations
-            if self.deferred:
-                tape = record(self.model, self.blocks, batch.x, operations=asked)
-                ranges = [(0, tape.y.shape[0])]
-            else:
-                bound = pass_bytes(self.bound, self.model.example.device)
-                tape, ranges = forward(self.model, self.blocks, batch.x, bound, asked)
+            tape = record(self.model, self.blocks, batch.x, operations=asked)
             try:
-                return self.assemble(batch, tape, ranges, averaged=averaged, optional=optional)
+                return self.assemble(batch, tape, averaged=averaged, optional=optional)
             except OperationsNeededError:  # once
                 assert not asked
 
@@ -813,7 +756,6 @@ class Observer:
         self,
         batch: Batch,
         tape: Tape,
-        ranges: list[ExampleRange],
         fleeting: bool = False,
         averaged: bool = False,
         optional: Collection[str] = (),
@@ -827,9 +769,6 @@ class Observer:
         # Under autocast, outputs and cotangents are in half precision; factors are in single precision or better. A
         # copy, because the user may change the outputs in place.
         y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=not fleeting)
-        if ranges[-1][1] > y.shape[0]:  # the tape is of the first range only
-            with torch.no_grad():
-                y = torch.cat([self.model(None, examples(batch.x, each, ranges[-1][1])) for each in ranges]).to(y.dtype)
         if self.model.examples is not None and y.ndim > 1:
             flat = y.shape[0] * y.shape[1]
             unflattened = map_tensors(
@@ -840,24 +779,22 @@ class Observer:
             check_outputs(self.model, batch.x, y)
         if tape.statistics.pairs:
             self.logger.log_once(logging.WARNING, _PAIRS, listed(tape.statistics.pairs))
-        # What the first range does not use, another may.
-        whole = ranges[-1][1] == y.shape[0] == tape.y.shape[0]
-        layers = self._layers(tape, whole)
+        layers = self._layers(tape)
         if layers.bare and tape.operations is None:
             self.cache.operations.expect()
             raise OperationsNeededError
         first, rows = _first_size(batch.x) if layers.reasons else 0, y.shape[0]
-        if whole and self.model.examples is None and 0 < first < rows and rows % first == 0:
+        if self.model.examples is None and 0 < first < rows and rows % first == 0:
             hint = 'pass examples="inputs"'
             if not averaged and separable(batch.x, first):
                 observer = replace(self, model=replace(self.model, examples="inputs"))
                 with torch.enable_grad():  # the caller may have it off
                     by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
-                still = observer._layers(by_example, whole).reasons.keys()
+                still = observer._layers(by_example).reasons.keys()
                 if not still or (still <= set(optional) and still < layers.reasons.keys()):
                     self.cache.operations.forget()
                     self.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
-                    return observer.assemble(batch, by_example, [(0, first)], fleeting, optional=optional)
+                    return observer.assemble(batch, by_example, fleeting, optional=optional)
                 hint = "return outputs [n t *out] with the examples first"
             hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
             layers.reasons.update({name: reason + hint for name, reason in layers.reasons.items()})
@@ -874,8 +811,6 @@ class Observer:
         target = metric.prepared(y, batch.target, cotangent)
         batch = Batch(self.model, batch.x, target, rng_state=batch.rng_state)
         coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
-        if coupled is not None:
-            ranges = [(0, y.shape[0])]
         return Pullback(
             batch=batch,
             metric=metric,
@@ -887,18 +822,17 @@ class Observer:
             unreached=status.unreached,
             reasons=reasons,
             memory=self.bound,
-            ranges=ranges,
-            tapes={ranges[0]: tape} if ranges == [(0, tape.y.shape[0])] else {},
+            tape=tape,
             operations=self.cache.operations,
             logger=self.logger,
             graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
 
-    def _layers(self, tape: Tape, whole: bool) -> PassLayers:
-        """The layers of a pass whose outputs have the examples on their first axis; ``whole``: all of the batch."""
+    def _layers(self, tape: Tape) -> PassLayers:
+        """The layers of a pass whose outputs have the examples on their first axis."""
         tape = over_examples(tape)
-        status = self.cache.statuses.of(self.model, self.blocks, tape, whole)
+        status = self.cache.statuses.of(self.model, self.blocks, tape)
         tape, blocks = replace(tape.with_batch_first(status.axes), memo=status.memo), status.blocks
         bare = [block for block in blocks if block.rule is None and block.names[0] not in status.unused]
         reasons: dict[str, str] = {}

@@ -6,7 +6,6 @@ touch ``.grad``. In-place activations after a layer are harmless, because the ed
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -177,27 +176,17 @@ class Use:
 
 
 @final
-class TapeOverflow(Exception):  # noqa: N818 - control flow, not an error: the caller retries with fewer examples
-    """The activations of the examples exceed the bound."""
-
-
-@final
 class Recorder:
-    """Collects the uses of all layers with a rule between ``start`` and ``stop``, by forward hooks.
+    """Collects the uses of all layers with a rule between ``start`` and ``stop``, by forward hooks."""
 
-    ``bound`` (bytes) limits the activations, that is, the outputs of leaf modules, which stay alive for the backward
-    pass. A forward pass that exceeds it raises ``TapeOverflow``.
-    """
-
-    def __init__(self, model: Model, blocks: Sequence[Block], bound: int | None = None, of_user: bool = False) -> None:
+    def __init__(self, model: Model, blocks: Sequence[Block], of_user: bool = False) -> None:
         self.uses: list[Use] = []
         self._of_user = of_user  # a pass of the user, inside which the library may run its own passes
         self.blocks = list(blocks)
         self.statistics = Statistics()
-        self._model, self._bound = model, bound
+        self._model = model
         kinds = [kind for block in blocks for kind in block.kinds]
         self._rules = {layer: kind.rule for kind in kinds for layer in kind.modules if kind.rule}
-        self.bytes = 0  # of the activations so far
         hiding = replaying(map(type, self._rules.values()))
         self._replayed = {layer for layer, rule in self._rules.items() if type(rule) in hiding}
         self._handles: list[RemovableHandle] = []
@@ -211,8 +200,8 @@ class Recorder:
 
     def start(self, x: Inputs = None, *, operations: bool = False) -> None:
         """Start recording a pass on inputs x; ``operations``: also record its operations."""
-        module, self._thread = self._model.module, threading.get_ident()
-        self.uses, self.statistics, self.bytes, self._stopped = [], Statistics(), 0, False
+        self._thread = threading.get_ident()
+        self.uses, self.statistics, self._stopped = [], Statistics(), False
         named, watch = self._model.batch_norms, self._watch
         norms = set(named.values())
         in_modules = not operations and all(map(shows_output, norms))
@@ -224,9 +213,6 @@ class Recorder:
             if layer not in norms or in_modules:
                 # First, because another forward hook may replace the output of the layer.
                 self._hooks.put(layer, watch, first=layer not in norms or not uses_batch(layer))
-        if self._bound is not None and module is not None:
-            leaves = (m for m in module.modules() if next(m.children(), None) is None)
-            self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
         self._operations = None
         if operations:
             self._operations = OperationRecorder(tensors_of(x))
@@ -317,16 +303,8 @@ class Recorder:
             ruled = self._once[module] = Ruled(module, rule, entries)
         return ruled
 
-    def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tensors = [output.channels] if isinstance(output, Jet) else tensors_of(output)
-        self.bytes += sum(t.numel() * t.element_size() for t in tensors)
-        if self._bound is not None and self.bytes > self._bound:
-            raise TapeOverflow
 
-
-def record(
-    model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None = None, operations: bool = False
-) -> Tape:
+def record(model: Model, blocks: Sequence[Block], x: Inputs, operations: bool = False) -> Tape:
     """Run the model on x and record the pass, and its ``operations`` if parameters are used outside their modules.
 
     If no block has a rule and no operations are wanted, only the outputs are recorded.
@@ -335,7 +313,7 @@ def record(
         with torch.no_grad():
             y, shapes = model.evaluated(None, x)
             return Tape(y, (), shapes=shapes)
-    recorder = Recorder(model, blocks, bound)
+    recorder = Recorder(model, blocks)
     leaves: dict[str, Tensor] = model.params
     if operations and model.module is None:
         leaves = {name: p.detach().requires_grad_() for name, p in model.params.items()}
@@ -346,18 +324,6 @@ def record(
     finally:
         recorder.stop()
     return replace(recorder.tape(y, shapes), leaves=leaves)
-
-
-def activations(model: Model, x: Inputs) -> int:
-    """The bytes of the activations that a pass over x keeps alive."""
-    recorder = Recorder(model, (), sys.maxsize)
-    recorder.start()
-    try:
-        with torch.no_grad():
-            model(None, x)
-    finally:
-        recorder.stop()
-    return recorder.bytes
 
 
 @final

@@ -69,7 +69,7 @@ class VisiblePositions:
     >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
     >>> model[0].weight.data, model[0].bias.data = torch.ones(1, 1), torch.zeros(1)
     >>> pb = ng.pullback(model, torch.tensor([[[1.0], [-2.0]]]), ng.Euclidean())  # the second of two positions is off
-    >>> tape = pb.tape(pb.ranges[0])
+    >>> tape = pb.tape
     >>> g, visible = tape.cotangents(pb.root), VisiblePositions(tape, pb.layers, lambda: pb.root)
     >>> reached(g.of(tape, pb.layers[0]), pb.layers[0]), visible.of(pb.layers[0], g.of(tape, pb.layers[0]))
     (tensor([[ True, False]]), None)

@@ -23,7 +23,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.factors import Factors, Squares
 from natgrad.pullbacks.gradient import GradientSample, gradient_factors, squared_gradients, stream_gradient
 from natgrad.pullbacks.layer import Block, Tied
-from natgrad.pullbacks.moments import factors_of, passes, second_moments
+from natgrad.pullbacks.moments import by_roots, factors_of, second_moments
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.features import Features
@@ -420,7 +420,7 @@ Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i
 
 @final
 class RotatedSquares:
-    """D [c o i] of every layer, summed over chunks of examples and roots.
+    """D [c o i] of every layer, summed over chunks of roots.
 
     With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
     time; whether they are rotated, or g and a before, is decided by what is less work. The rows of a tied weight are
@@ -483,9 +483,8 @@ def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides
     if pb.coupling is not None:
         return _coupled(pb, layers, sides)
     squares = RotatedSquares(layers, sides, pb.y.dtype)
-    for tape, chunks in passes(pb):
-        for g in chunks:
-            squares.add(tape, g)
+    for g in by_roots(pb):
+        squares.add(pb.tape, g)
     return squares.totals()
 
 

@@ -334,7 +334,7 @@ class KroneckerInBackward(BackwardEstimate):
         self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
         self._sink: FactorSink | None = None
         self._weight = 1.0
-        tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
+        tape, metric = pullback.tape, pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
         dtype, several = pullback.y.dtype, several_positions(tape, split.used)
         layers = LayerFactors(tuple(split.used), structure.sharing_rule, dtype, pullback.n, several, of_mean=of_mean)

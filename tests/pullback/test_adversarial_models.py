@@ -216,25 +216,6 @@ def test_a_batch_that_happens_to_be_in_order_teaches_nothing_about_the_next() ->
     torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
 
 
-def test_a_part_of_the_batch_that_is_in_order_teaches_nothing_about_the_next() -> None:
-    """Cut into parts, the sorting model is refused by the name of its layer, not misread."""
-    model = Written(sorting)
-    x = inputs().repeat(8, 1)
-    x[:10] = x[:10][x[:10, 0].argsort(stable=True)]
-    pb = ng.pullback(model, x, ng.Euclidean(), memory=3456)
-    assert 1 < pb.ranges[0][1] <= 10
-    with pytest.raises(BatchStatisticsError, match=r"layers of l.weight see examples .* in another order.*memory="):
-        ng.Diagonal().estimate(pb)
-
-
-def test_a_weak_coupling_is_not_lost_by_cutting_the_batch() -> None:
-    """In single precision, too: h + 0.01·mean is refused when the batch would have to be cut."""
-    model = Written(lambda m, x: m.o((h := torch.tanh(m.l(x))) + 0.01 * h.mean(0))).float()
-    x = inputs().float().repeat(8, 1) * torch.linspace(0.1, 2, 48)[:, None]
-    with pytest.raises(BatchStatisticsError, match="examples influence each other"):
-        ng.pullback(model, x, ng.Euclidean(), memory=2000)
-
-
 def test_a_point_without_cotangents_teaches_nothing_about_the_next() -> None:
     model, x = Written(flipped_and_scaled), inputs()
     for scale in (0.0, 1.0):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.errors import BatchStatisticsError
 from natgrad.operators import KroneckerOperator
 from natgrad.pullbacks.operation_layers import EntriesRule, ParameterGroup
 from tests import oracle, zoo
@@ -148,26 +147,6 @@ def test_structures_that_are_exact_stay_so(kind: str, structure: Any) -> None:
     metric = random_roots(of)
     R = oracle_rows(of, metric.s).flatten(0, 1)
     close(structure.estimate(pull(of, metric)).diagonal(), R.square().sum(0))
-
-
-def test_a_batch_in_parts_has_the_same_rows() -> None:
-    of = problem("residual scale", 12)
-    whole, cut = (ng.Diagonal().estimate(pull(of, ng.Euclidean(), memory=m)).diagonal() for m in (2**32, 2**13))
-    assert len(pull(of, ng.Euclidean(), memory=2**13).ranges) > 1
-    close(cut, whole)
-
-
-def test_a_batch_whose_parts_use_a_parameter_in_different_ways_is_refused() -> None:
-    def run(m: Spreading, h: Tensor) -> Tensor:
-        return h @ m.p if bool((h[:, 0, 0] < 10).all()) else h @ m.p.T
-
-    of = zoo.Case("parts", lambda: zoo.Problem(Spreading(run, D, D), torch.randn(12, T, D, dtype=torch.float64))).make()
-    assert isinstance(of.x, Tensor)
-    of.module.get_submodule("body").weight.data.copy_(torch.eye(D))  # type: ignore[operator]
-    of.x[-1] = 100.0
-    pb = pull(of, ng.Euclidean(), memory=2**13)
-    with pytest.raises(BatchStatisticsError, match=r"bare.p is used in another way.*Raise memory="):
-        ng.Diagonal().estimate(pb)
 
 
 def test_under_autocast_rows_come_in_single_precision() -> None:

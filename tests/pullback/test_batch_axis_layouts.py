@@ -214,16 +214,6 @@ def test_frozen_parameters_are_left_out_wherever_the_examples_are(frozen: str) -
         assert covered(pb) == set(pb.model.params)
 
 
-@pytest.mark.parametrize("kind", ["encoder layer", "positions and a tied head", "third of three"])
-def test_a_batch_that_is_cut_has_the_same_metric_wherever_the_examples_are(kind: str) -> None:
-    of = LAYOUTS[kind].problem(False, 8)
-    whole = pull(of, ng.Euclidean())
-    cut = pull(of, ng.Euclidean(), memory=60_000)
-    assert len(cut.ranges) > 1
-    assert covered(cut) == covered(whole) == set(whole.model.params)
-    close(cut.square(), whole.square())
-
-
 def test_a_coupling_of_examples_finds_them_wherever_they_are() -> None:
     found = []
     for first in (True, False):

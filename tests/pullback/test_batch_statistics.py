@@ -150,7 +150,7 @@ def recorded(of: zoo.Problem, metric: ng.OutputMetric) -> ng.Pullback:
         finally:
             recorder.stop()
         with suppress(OperationsNeededError):
-            return view.assemble(Batch(model, of.x), recorder.tape(y), [(0, len(y))])
+            return view.assemble(Batch(model, of.x), recorder.tape(y))
     raise AssertionError("operations were recorded, and are asked for again")
 
 

@@ -55,7 +55,7 @@ def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> 
     mix = torch.eye(N, dtype=torch.float64) + 0.3 * normal(N, N, seed=5)
     pb = ng.pullback(layer, normal(N, *shape).to(dtype), ng.Sampled(ng.Euclidean(), 2), generator=torch.Generator())
     pb = replace(pb, coupled=Coupling(mix @ mix.T))
-    return pb, Mixing.of(mix @ mix.T, root_of(mix @ mix.T).to(dtype), dtype, pb.tape((0, N)).memo)
+    return pb, Mixing.of(mix @ mix.T, root_of(mix @ mix.T).to(dtype), dtype, pb.tape.memo)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
@@ -68,7 +68,7 @@ def test_factors_are_sums_over_pairs_of_examples_with_the_trace_of_the_rows(
     if name == "RMS norm" and subset != "both":
         pytest.skip("it has no bias to freeze, and none to be alone")
     pb, coupled = coupled_pullback(name, SUBSETS[subset], dtype)
-    (block,), tape = pb.layers, pb.tape((0, N))
+    (block,), tape = pb.layers, pb.tape
     g = tape.cotangents(pb.root / math.sqrt(N))
     S, moment = coupled.factors(tape.inputs(block), g.of(tape, block), block, Sharing())
     A = moment.mean()
@@ -135,7 +135,7 @@ def test_a_constant_factor_that_a_centring_takes_away_keeps_its_trace() -> None:
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("linear", "conv, groups", "conv, one pixel")])
 def test_projections_of_inputs_need_no_patches(name: str, subset: str) -> None:
     pb, _ = coupled_pullback(name, SUBSETS[subset], torch.float64)
-    (block,), tape = pb.layers, pb.tape((0, N))
+    (block,), tape = pb.layers, pb.tape
     w = normal(block.shape[2], 4, seed=3)
     close(tape.inputs(block).project(w), tape.inputs(block).dense()[:, :, 0] @ w)
 
@@ -154,7 +154,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
 ) -> None:
     """E (uᵀRw)² = ‖R‖²: over 40 sets of signs the mean is within three of its standard errors; at C = 1 κ is 1."""
     pb, coupled = coupled_pullback(name, (), torch.float64)
-    (block,), tape = pb.layers, pb.tape((0, N))
+    (block,), tape = pb.layers, pb.tape
     g = tape.cotangents(pb.root / math.sqrt(N))
     a, h = tape.inputs(block), g.of(tape, block)
     exact = torch.cat(coupled.traces(a, h))
@@ -176,7 +176,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
 
 def test_captured_kernels_know_where_the_signs_lie_that_they_read(probed: None) -> None:
     pb, coupled = coupled_pullback("tokens", (), torch.float64)
-    (block,), tape = pb.layers, pb.tape((0, N))
+    (block,), tape = pb.layers, pb.tape
     a, h = tape.inputs(block), tape.cotangents(pb.root).of(tape, block)
     here, there = replace(coupled, memo={}), replace(coupled, memo={})
     assert here.address_key == there.address_key

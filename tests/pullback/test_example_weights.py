@@ -196,7 +196,7 @@ def test_a_coupling_says_that_it_is_weights_and_another_is_matched_by_traces() -
     pb = pull(problem, Weighted(w / w.sum(), Rooted(s)))
     assert pb.coupled is not None
     assert pb.coupled.weights is not None
-    assert isinstance(coupled_by(pb, pb.tape((0, n))), Weights)
+    assert isinstance(coupled_by(pb, pb.tape), Weights)
     pb.coupled = Coupling(pb.coupled.C)
     matched, plain = (ng.Kronecker().estimate(p) for p in (pb, pull(problem, Rooted(s))))
     exact, exact_plain = (ng.Diagonal().estimate(p).diagonal() for p in (pb, pull(problem, Rooted(s))))

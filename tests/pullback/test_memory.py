@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import natgrad as ng
+from tests.pullback.test_neighbours import graph
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -26,6 +27,16 @@ def test_a_structure_that_exceeds_the_default_is_refused_with_bytes_and_what_fit
     message = rf"needs {needed:,} bytes, over the bound memory={PHYSICAL // 2:,}. These fit: .*Diagonal"
     with pytest.raises(ng.errors.MemoryBoundError, match=message):
         ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean()))
+
+
+def test_rows_without_a_layer_rule_are_refused_before_they_are_made() -> None:
+    """[k n p] of all examples; smaller batches have room for theirs."""
+    message = r"rows of 40 examples for mix, body.weight, .* need 10,240 bytes, over the bound .*DataLoader"
+    model, x = graph("index", n=40)
+    with pytest.raises(ng.errors.MemoryBoundError, match=message):
+        ng.Diagonal().estimate(ng.pullback(model, x, ng.Euclidean(), memory=2**13))
+    model, x = graph("index", n=20)
+    ng.Diagonal().estimate(ng.pullback(model, x, ng.Euclidean(), memory=2**13))
 
 
 @pytest.mark.parametrize("memory", [True, 0, -1, "4 GiB"])

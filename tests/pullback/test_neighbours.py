@@ -89,8 +89,8 @@ def test_optimizers_train_such_models(kind: str) -> None:
 
 def test_a_batch_that_numbers_its_examples_is_not_cut() -> None:
     model, x = graph("index", n=40)
-    with pytest.raises(BatchStatisticsError, match=r"integers among the inputs number its examples.*Raise memory="):
-        ng.Diagonal().estimate(ng.pullback(model, x, ng.Euclidean(), memory=2**13))
+    with pytest.raises(BatchStatisticsError, match=r"integers among the inputs number its examples.*all of them at"):
+        ng.functionspace.ntk(model, x, batch=8)
 
 
 class Adjacent(nn.Module):
@@ -107,8 +107,8 @@ class Adjacent(nn.Module):
 
 def test_a_batch_that_the_model_cannot_see_in_part_is_not_cut() -> None:
     x = (normal(40, 3), normal(40, 40, seed=1))
-    with pytest.raises(BatchStatisticsError, match=r"cannot be cut: on \d+ of them the model fails \(.*shapes cannot"):
-        ng.Diagonal().estimate(ng.pullback(Adjacent().double(), x, ng.Euclidean(), memory=2**13))
+    with pytest.raises(BatchStatisticsError, match=r"cannot be taken apart: on \d+ of them the model fails \(.*shapes"):
+        ng.functionspace.ntk(Adjacent().double(), x, batch=8)
 
 
 @pytest.mark.parametrize("kind", ["index", "matrix"])
@@ -196,8 +196,8 @@ def test_no_example_is_alone_where_the_model_holds_the_numbers(where: str) -> No
 
 def test_a_batch_whose_examples_the_model_numbers_is_not_cut() -> None:
     model = Held("edges", "buffer", n=40)
-    with pytest.raises(BatchStatisticsError, match=r"integers of the model do \(a table of neighbours.*Raise memory="):
-        ng.Diagonal().estimate(ng.pullback(model, model.x, ng.Euclidean(), memory=2**13))
+    with pytest.raises(BatchStatisticsError, match=r"integers of the model do \(a table of neighbours.*at once"):
+        ng.functionspace.ntk(model, model.x, batch=8)
 
 
 @pytest.mark.parametrize("make", [ng.KFAC, ng.EKFAC, ng.NaturalGradient])

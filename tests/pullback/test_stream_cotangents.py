@@ -28,7 +28,7 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     blocks = [block for block in pb.layers if block.rule is not None]
     expected, _ = factors_of(pb, blocks, Sharing())
     layers = LayerFactors(tuple(blocks), Sharing(), pb.y.dtype, pb.n, frozenset())
-    sink, tape = FactorList(), pb.tape(pb.ranges[0])
+    sink, tape = FactorList(), pb.tape
     calls: list[list[int]] = []
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
@@ -137,7 +137,7 @@ def test_a_parameter_that_is_pulled_through_layers_below_leaves_their_cotangents
 def test_what_has_been_used_is_forgotten_before_the_rest_is_made() -> None:
     problem = zoo.Problem(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).double(), normal(4, 8))
     pb = pull(problem, random_roots(problem, k=1))
-    tape = pb.tape(pb.ranges[0])
+    tape = pb.tape
     most = 0
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:

@@ -61,7 +61,6 @@ def test_rows_of_a_tied_weight_come_some_examples_at_a_time() -> None:
     problem = problem_of(Language, n=8)
     metric = random_roots(problem, K)
     pb = pull(problem, metric, memory=8 * 8 * (2 * V * D))
-    pb = replace(pb, tapes=pull(problem, metric).tapes, ranges=[(0, 8)])
     chunks = list(pb.factors())
     assert {f.g.shape[:2] for factors in chunks for f in factors} == {(1, 2)}
     assert len(chunks) == 4 * K
@@ -96,14 +95,6 @@ def test_of_a_large_vocabulary_the_diagonal_is_kept_on_its_side_only() -> None:
     assert (tensors[f"{NAME}/S"].shape, tensors[f"{NAME}/A"].shape) == ((1, V), (1, D, D))
     (S, A), other = both(problem, metric.s, "expand")
     close(block(G), join([(S.diagonal().diag(), A), other]))
-
-
-def test_parts_of_a_batch_make_one_product() -> None:
-    problem = problem_of(Language, n=9)
-    whole, cut = (pull(problem, random_roots(problem, K), memory=memory) for memory in (2**32, 12_000))
-    assert len(cut.ranges) > 1
-    roomy = replace(cut, memory=2**32)
-    close(ng.Kronecker().estimate(roomy).dense(), ng.Kronecker().estimate(whole).dense())
 
 
 def test_product_is_exact_for_one_word_if_the_embedding_has_no_gradient() -> None:
