@@ -137,8 +137,8 @@ NAMES_OF_RACERS = {
     "ng-soap-published": 'SOAP, `ng.SOAP(nesterov=False, moments="sorted", early=False, damping=1e-16)`',
     "kl-shampoo": "KL-Shampoo, reference",
     "natural": "**`ng.Natural`**",
-    "natural-every-25": "`ng.Natural(inverse_every=25)`",
-    "natural-every-25-kl": '`ng.Natural(fit="kl", inverse_every=25)`',
+    "natural-every-25": "the slots of Natural, powers every 25 steps",
+    "natural-every-25-kl": 'the slots of Natural, `fit="kl"`, powers every 25 steps',
     **{
         f"natural-{name}": f"`ng.Natural({arguments})`"
         for name, arguments in {
@@ -146,7 +146,6 @@ NAMES_OF_RACERS = {
             "power-75": "power=0.75",
             "power-100": "power=1.0",
             "momentum-95": "momentum=0.95",
-            "kl": 'fit="kl"',
             "decay-90": "decay=0.9",
             "decay-98": "decay=0.98",
             "damping-1": "damping=ng.Relative(0.1)",
@@ -158,18 +157,20 @@ NAMES_OF_RACERS = {
             "own": "metric=ng.Empirical()",
         }.items()
     },
+    "natural-kl": 'the slots of Natural, `fit="kl"`',
     "natural-momentum-after": 'the slots of Natural, `momentum_on="steps"`',
     "natural-fisher": "`Natural(model, Fisher(family, samples=1))`",
     "ng-muon-momentum-90": "`ng.Muon(momentum=0.9)`",
     **{
-        f"whole-polar{name}": f'`ng.Natural(factors="whole", fit="kl", momentum=0.95, rms=0.2{arguments})`'
+        f"whole-polar{name}": f'the slots of Natural, whole factors, `fit="kl"`, momentum 0.95, rms 0.2{arguments}'
         for name, arguments in {
             "": "",
-            "-quarter": ", power=0.25",
-            "-every-10": ", inverse_every=10",
-            "-quarter-every-10": ", power=0.25, inverse_every=10",
+            "-quarter": ", power 0.25",
+            "-every-10": ", powers every 10 steps",
+            "-quarter-every-10": ", power 0.25, powers every 10 steps",
         }.items()
     },
+    "ng-kl-shampoo-metric-every-2": "the slots of KL-Shampoo, powers every 25 steps, decay 0.9, estimates every 2",
     "ng-kl-shampoo-mean": "Shampoo, `ng.Shampoo(inverse_every=25)`",
     **{
         f"ng-kl-shampoo{name}": f'KL-Shampoo, `ng.Shampoo(fit="kl"{arguments})`'
@@ -185,7 +186,6 @@ NAMES_OF_RACERS = {
             "-damping-3": ", inverse_every=25, damping=ng.Relative(1e-3)",
             "-decay-98": ", inverse_every=25, decay=0.98",
             "-decay-90": ", inverse_every=25, decay=0.9",
-            "-metric-every-2": ", inverse_every=25, decay=0.9, metric_every=2",
             "-rms-40": ", inverse_every=25, rms=0.4",
             "-rms-10": ", inverse_every=25, rms=0.1",
         }.items()

@@ -38,6 +38,10 @@ from natgrad.geometry import differential as differential
 from natgrad.geometry import jacobian as jacobian
 from natgrad.geometry import pullback_covector as pullback_covector
 from natgrad.geometry import pushforward as pushforward
+from natgrad.gradients import SOAP as SOAP
+from natgrad.gradients import Muon as Muon
+from natgrad.gradients import Natural as Natural
+from natgrad.gradients import Shampoo as Shampoo
 from natgrad.lanczos import SpectralDensity as SpectralDensity
 from natgrad.lanczos import spectral_density as spectral_density
 from natgrad.linalg import Relative as Relative
@@ -48,11 +52,7 @@ from natgrad.musical import natural_gradient as natural_gradient
 from natgrad.musical import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
-from natgrad.optim import SOAP as SOAP
-from natgrad.optim import Muon as Muon
-from natgrad.optim import Natural as Natural
 from natgrad.optim import NaturalGradient as NaturalGradient
-from natgrad.optim import Shampoo as Shampoo
 from natgrad.optim import SobolevKFAC as SobolevKFAC
 from natgrad.optim import StochasticReconfiguration as StochasticReconfiguration
 from natgrad.output import BatchGradient as BatchGradient

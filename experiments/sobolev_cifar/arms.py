@@ -303,15 +303,14 @@ class Natural(Config):
     name: str = "natural"
 
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
-        return ng.Natural(model, lr=self.lr, weight_decay=self.weight_decay, inverse_every=1)
+        return ng.Natural(model, lr=self.lr, weight_decay=self.weight_decay)
 
     def numbers(self) -> dict[str, float]:
         """With the library's defaults of this commit."""
         defaults = {name: one.default for name, one in inspect.signature(ng.Natural).parameters.items()}
-        decide = ("momentum", "power", "rms", "polar", "decay", "metric_every", "early")
-        numbers = {name: defaults[name] for name in decide} | {"damping": defaults["damping"].epsilon}
-        numbers["inverse_every"] = 1
-        numbers |= {"diagonal": defaults["factors"] == "diagonal", "kl": defaults["fit"] == "kl"}
+        numbers = {name: defaults[name] for name in ("momentum", "power", "rms", "polar", "decay")}
+        numbers |= {"damping": defaults["damping"].epsilon, "metric_every": 1, "early": True, "inverse_every": 1}
+        numbers |= {"diagonal": True, "kl": False}
         return {"lr": self.lr, "weight_decay": self.weight_decay} | numbers
 
     def looks(self, step: int) -> bool:

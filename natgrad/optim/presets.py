@@ -28,9 +28,9 @@ from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed, KLClip
 from natgrad.structures.base import Structure
 from natgrad.structures.diagonal import Diagonal
-from natgrad.structures.eigen_kronecker import EigenKronecker, Moments
+from natgrad.structures.eigen_kronecker import EigenKronecker
 from natgrad.structures.kernel import Kernel
-from natgrad.structures.kronecker import Fit, Kronecker
+from natgrad.structures.kronecker import Kronecker
 from natgrad.structures.refresh import Refresh
 
 _DIAGONAL, _CHOLESKY, _CLIP, _QUARTER = Diagonal(), Cholesky(), KLClip(), Median(divisor=4.0)
@@ -267,9 +267,9 @@ def SobolevKFAC(
     )
 
 
-def Natural(
+def natural_of_outputs(
     model: nn.Module,
-    metric: OutputMetric | Criterion | None = None,
+    metric: OutputMetric | Criterion,
     *,
     lr: float = 3e-3,
     weight_decay: float = 0.1,
@@ -279,7 +279,6 @@ def Natural(
     rms: float = 0.4,
     polar: bool = True,
     factors: Literal["diagonal", "whole"] = "diagonal",
-    fit: Fit = "mean",
     decay: float = 0.95,
     metric_every: int = 1,
     inverse_every: int | None = None,
@@ -295,44 +294,26 @@ def Natural(
     memory: int | None = None,
     strict: bool = False,
 ) -> NaturalGradient:
-    """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for W [o i].
+    """``ng.Natural(model, metric)``: its steps with a metric on the outputs in place of the second moment of gradients.
 
-    Steepest descent in the spectral norm of a metric (``Polar``; Muon is that of G = 1), v scaled to the length of
-    polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983). Of
-    G = S ⊗ A the diagonals are kept, S = E[∇²]1/i, a number for every neuron, and A = 1ᵀE[∇²]/o, one for every input:
-    the statistics of Adafactor (Shazeer and Stern 2018). ε·mean S and ε·mean A are added to them (``Relative``). So
-    neurons with large gradients, and inputs of large size, do not dominate the singular vectors, and steps along them
-    are short. With p = ½ the metric is half-way between the identity and G. A kernel [o i *k] is the matrix [o i·k].
+    ``metric``: a metric, or the loss that is trained. ``ng.Fisher(family, samples=1)`` and a loss (``ng.metric_of``)
+    have the factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
+    backward pass. ``factors``: the "diagonal" of S and A, or the "whole" matrices. ``polar=False`` takes v = G^-p M
+    with the root mean square lr·rms (``Normalised``). The metric is estimated every ``metric_every`` steps. Its powers
+    are computed every ``inverse_every`` steps (default: 1, and 25 with ``factors="whole"``) and (``early``) in the
+    steps 1, 2, 4, … before.
 
-    Every matrix steps by the root mean square lr·rms, or less where its gradient has a low rank, so ``lr`` is on the
-    scale of AdamW's. Embeddings, vectors (also matrices with one row or one column, if there are others) and parameters
-    with three axes outside of ``nn.Conv1d`` are stepped by AdamW with the same learning rate, schedule and weight
-    decay, and β = (0.9, 0.95). Leave a wide softmax to AdamW as well, such as the head of a language model:
-    ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``. With a ``metric`` on the outputs AdamW also
-    steps what no layer rule covers. ``fallback=ng.Diagonal()`` leaves nothing to AdamW, and keeps what has no factors,
-    such as vectors, in that structure: it needs ``polar=False``, since a vector has no polar factor.
-
-    Tune ``lr``, in a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no layer rule and no loss is
-    needed.
-
-    ``factors="whole"`` keeps the whole matrices S and A, and ``polar=False`` takes v = G^-p M with the root mean square
-    lr·rms (``Normalised``): both together are ``ng.Shampoo``, which has other defaults. A ``metric``, or a loss
-    (``ng.metric_of``), replaces the second moment of the gradients: ``ng.Fisher(family, samples=1)`` and a loss have
-    the factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
-    backward pass. ``fit="kl"`` is the S ⊗ A that is nearest in KL divergence to the second moment of the gradients
-    (``Kronecker``). The metric is estimated every ``metric_every`` steps. Its powers are computed every
-    ``inverse_every`` steps (default: 1, and 25 with ``factors="whole"``) and (``early``) in the steps 1, 2, 4, …
-    before. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
+    AdamW steps embeddings, vectors (also matrices with one row or one column, if there are others), parameters with
+    three axes outside of ``nn.Conv1d``, and what no layer rule covers. ``fallback=ng.Diagonal()`` leaves nothing to
+    AdamW, and keeps what has no factors, such as vectors, in that structure: it needs ``polar=False``, since a vector
+    has no polar factor. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
-    >>> opt = ng.Natural(model, lr=1e-2)
-    >>> for _ in range(3):
-    ...     opt.zero_grad()
-    ...     nn.functional.cross_entropy(model(x), t).backward()
-    ...     opt.step()
+    >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.arange(32) % 3
+    >>> opt = ng.Natural(model, nn.CrossEntropyLoss(), lr=1e-2)
+    >>> nn.functional.cross_entropy(model(x), t).backward()
+    >>> opt.step()
     """
     if factors not in ("diagonal", "whole"):
         raise ValueError(f'Natural(factors=…) is "diagonal" or "whole", not {factors!r}')
@@ -344,9 +325,9 @@ def Natural(
         inverse_every = 25 if factors == "whole" else 1
     return NaturalGradient(
         model,
-        _GRADIENTS if metric is None else metric_of(metric, samples=1),
+        metric_of(metric, samples=1),
         structure=Refresh(
-            Kronecker(sharing, largest=rows, fit=fit, power=power), metric_every, decay, inverse_every, early=early
+            Kronecker(sharing, largest=rows, power=power), metric_every, decay, inverse_every, early=early
         ),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
@@ -363,60 +344,6 @@ def Natural(
         generator=generator,
         memory=memory,
         strict=strict,
-    )
-
-
-def Shampoo(
-    model: nn.Module,
-    *,
-    lr: float = 3e-3,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    power: float = 0.5,
-    damping: Damping = _SHARE,
-    rms: float = 0.2,
-    fit: Fit = "mean",
-    decay: float = 0.95,
-    metric_every: int = 1,
-    inverse_every: int = 10,
-    early: bool = True,
-    largest: int = LARGEST,
-    fallback: Structure | Literal["adamw"] | None = "adamw",
-    groups: Iterable[dict[str, Any]] = (),
-    memory: int | None = None,
-) -> NaturalGradient:
-    """Shampoo (Gupta, Koren and Singer 2018): v = (S + λ_S)^-p M (A + λ_A)^-p, S = E[∇∇ᵀ]/i, A = E[∇ᵀ∇]/o.
-
-    The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
-    the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
-    it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step. AdamW steps the parameters
-    that it steps in ``Natural``, except matrices with one row or one column; with ``fallback=ng.Diagonal()`` it steps
-    none. A kernel [o i *k] has one factor for o and one for i, which its offsets share, unless both have more than
-    ``largest`` rows: then it is the matrix [o i·k]. ``fit="kl"`` is a variant of KL-Shampoo (Lin et al. 2025): S ⊗ A is
-    nearest to the second moment of ∇ in KL divergence; powers are those of the factors themselves, where the authors
-    let eigenvalues follow in a basis, and steps have the length ``rms``, where theirs have none. The other arguments
-    are those of ``Natural``.
-
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
-    """
-    return NaturalGradient(
-        model,
-        _GRADIENTS,
-        structure=Refresh(
-            Kronecker(largest=largest, fit=fit, power=power), metric_every, decay, inverse_every, early=early
-        ),
-        solver=Factored(),
-        step=Normalised(rms),
-        lr=lr,
-        damping=damping,
-        momentum=momentum,
-        momentum_on="gradients",
-        weight_decay=weight_decay,
-        groups=groups,
-        fallback=fallback,
-        memory=memory,
     )
 
 
@@ -478,112 +405,6 @@ def StochasticReconfiguration(
 def _real_parts(log_psi: Tensor) -> Tensor:
     """Complex outputs [n *out] as real ones [n *out 2]."""
     return torch.view_as_real(log_psi) if log_psi.is_complex() else log_psi
-
-
-def SOAP(
-    model: nn.Module,
-    *,
-    lr: float = 3e-3,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    damping: Damping = _TINY,
-    decay: float = 0.95,
-    metric_every: int = 1,
-    basis_every: int = 10,
-    early: bool = True,
-    moments: Moments = "carried",
-    largest: int = LARGEST,
-    fallback: Structure | Literal["adamw"] | None = "adamw",
-    groups: Iterable[dict[str, Any]] = (),
-    memory: int | None = None,
-) -> NaturalGradient:
-    """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
-
-    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²] in every step: this is
-    ``EigenKronecker(power=½, eigenvectors="iterated")``. Every ``basis_every`` steps and (``early``) in the steps 1, 2,
-    4, 8, … Q ← QR(SQ), P ← QR(AP).
-
-    ``ng.SOAP(model, nesterov=False, moments="sorted", early=False, damping=1e-16)`` takes the steps of the paper's
-    algorithm for matrices; the authors' code takes none with the first gradient. What differs by default: D is carried
-    into a new basis, where the paper only sorts it and renews the basis after a step (``moments``, see
-    ``EigenKronecker``); λ is 10⁻⁶ of the mean of D, so that rounding along directions without a gradient is not
-    amplified; momentum is Nesterov's, and not corrected for its start, so that the first steps are shorter. The offsets
-    of a kernel share Q and P. AdamW steps the parameters that it steps in ``Natural``, except matrices with one row or
-    one column.
-
-    Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
-    later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another
-    way, and take the steps of the joint batch only up to the choice of this basis.
-
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
-    """
-    return NaturalGradient(
-        model,
-        _GRADIENTS,
-        structure=Refresh(
-            EigenKronecker(largest=largest, power=0.5, eigenvectors="iterated", moments=moments),
-            metric_every,
-            decay,
-            early=early,
-            basis=basis_every,
-        ),
-        solver=_CHOLESKY,
-        step=Fixed(),
-        lr=lr,
-        damping=damping,
-        momentum=momentum,
-        momentum_on="gradients",
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        groups=groups,
-        fallback=fallback,
-        memory=memory,
-    )
-
-
-def Muon(
-    model: nn.Module,
-    *,
-    lr: float = 3e-3,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    rms: float = 0.2,
-    iteration: Literal["muon", "minimax"] = "muon",
-    fallback: Literal["adamw"] | None = "adamw",
-    groups: Iterable[dict[str, Any]] = (),
-) -> NaturalGradient:
-    """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
-
-    Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
-    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch, up to
-    rounding in bfloat16, with ``nesterov=False``, too. For matrices with both sides of 256 or more, other products
-    compute the same iteration in less time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up
-    to 30 %: the iteration enlarges rounding). Five iterations do not converge: both steps are more than 10 %
-    away from UVᵀ, and the distance of this one exceeds that of torch's by at most 1 %. ``iteration="minimax"``
-    converges. A kernel [o i *k] is the matrix [o i·k]. AdamW steps the parameters that it steps in ``Natural``. M and
-    the other arguments are those of ``Natural``, ``iteration`` is that of ``Polar``.
-
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> opt = ng.Muon(nn.Linear(4, 3), lr=3e-3)
-    """
-    return NaturalGradient(
-        model,
-        _GRADIENTS,
-        structure=Diagonal(power=0.0),
-        step=Polar(rms, iteration),
-        lr=lr,
-        momentum=momentum,
-        momentum_on="gradients",
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        groups=groups,
-        fallback=fallback,
-    )
 
 
 def _schedule(

@@ -50,14 +50,7 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
             raise TypeError(
                 f'groups= is a list of dicts {{"params": layer.parameters(), "lr": 0.1}}, and one of them is {group!r}'
             )
-        if wrong := sorted(_COMMON.intersection(group)):
-            raise ValueError(
-                f"a parameter group holds {', '.join(wrong)}, which all parameters share: a group may have lr, "
-                "weight_decay, momentum and fallback. Give it to the optimizer, make a second optimizer, or call a key "
-                "of your own otherwise"
-            )
-        if meant := [f"{key}, which is called {name} here" for key, name in _MEANT.items() if key in group]:
-            raise ValueError(f"a parameter group holds {', and '.join(meant)}")
+        check_keys(group)
         given.append({**group, "params": params})
     for group in given:
         strange = [p for p in group["params"] if id(p) not in names]
@@ -72,6 +65,18 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
     taken = {id(p) for group in given for p in group["params"]}
     rest = [p for p in model.params.values() if id(p) not in taken]
     return ([{"params": rest}] if rest else []) + given
+
+
+def check_keys(group: Mapping[str, Any]) -> None:
+    """Refuse what a parameter group cannot have of its own."""
+    if wrong := sorted(_COMMON.intersection(group)):
+        raise ValueError(
+            f"a parameter group holds {', '.join(wrong)}, which all parameters share: a group may have lr, "
+            "weight_decay, momentum and fallback. Give it to the optimizer, make a second optimizer, or call a key "
+            "of your own otherwise"
+        )
+    if meant := [f"{key}, which is called {name} here" for key, name in _MEANT.items() if key in group]:
+        raise ValueError(f"a parameter group holds {', and '.join(meant)}")
 
 
 def check_numbers(group: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.accelerate import fused
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import check_number_fields, is_rounding
+from natgrad.linalg import check_number_fields, is_number, is_rounding
 from natgrad.step.base import PlainRule, SharpMap, rescale_
 
 
@@ -51,7 +51,7 @@ class Normalised(PlainRule):
 
 def check_rms(rule: str, rms: float) -> None:
     """A size is a positive number."""
-    if not 0 < rms < math.inf:
+    if not is_number(rms) or not 0 < rms < math.inf:
         raise ValueError(f"{rule}(rms=…) must be positive and finite, got {rms}")
 
 

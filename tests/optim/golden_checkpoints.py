@@ -63,6 +63,11 @@ if hasattr(ng, "Natural"):
         "natural": lambda model: ng.Natural(model, lr=0.01, polar=False),  # polar factors are in bfloat16
         "soap": lambda model: ng.SOAP(model, lr=0.01),
         "shampoo": lambda model: ng.Shampoo(model, lr=0.01),
+        "shampoo_kl": lambda model: ng.Shampoo(model, lr=0.01, fit="kl", inverse_every=2),
+        "muon": lambda model: ng.Muon(model, lr=0.01, iteration="minimax"),
+        "soap_published": lambda model: ng.SOAP(
+            model, lr=0.01, nesterov=False, moments="sorted", early=False, damping=1e-2, basis_every=2
+        ),
         "kfac_with_adamw": lambda model: ng.KFAC(model, METRIC, fallback="adamw", **OPTIONS),
     }
 

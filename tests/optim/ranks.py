@@ -151,14 +151,14 @@ def compiled() -> nn.Module:
 class Case:
     """A model, an optimizer for it, and the way it is trained."""
 
-    make: Callable[[nn.Module], ng.NaturalGradient]
+    make: Callable[[nn.Module], Any]
     model: Callable[[], nn.Module] = plain
     pieces: int = 1  # micro-batches a step
     closure: bool = False
     apart: bool = False  # one process sees the shards one after the other: examples are coupled inside of each
 
 
-def _natural(**options: Any) -> Callable[[nn.Module], ng.NaturalGradient]:
+def _natural(**options: Any) -> Callable[[nn.Module], Any]:
     return lambda model: ng.NaturalGradient(model, **{"metric": EXACT, "lr": 0.2, "damping": 0.1, **options})
 
 
@@ -239,7 +239,7 @@ def build(case: Case) -> nn.Module:
     return seeded(lambda: case.model().double())
 
 
-def train(case: Case, model: nn.Module, opt: ng.NaturalGradient, steps: range, rank: int | None = None) -> Tensor:
+def train(case: Case, model: nn.Module, opt: Any, steps: range, rank: int | None = None) -> Tensor:
     """θ [P] after the steps, on the shard of a process or (None) on the joint batch."""
     for step in steps:
         x, t = data(step)
@@ -406,7 +406,7 @@ def _message(make: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-ALONE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
+ALONE: dict[str, Callable[[nn.Module], Any]] = {
     "kfac": lambda m: ng.KFAC(m, EXACT, metric_every=1),
     "ekfac": lambda m: ng.EKFAC(m, EXACT, metric_every=1),
     "loss": lambda m: ng.KFAC(m, nn.CrossEntropyLoss(reduction="sum"), metric_every=1),
@@ -414,7 +414,7 @@ ALONE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
 }
 
 
-def _alone(make: Callable[[nn.Module], ng.NaturalGradient], rank: int) -> list[Any]:
+def _alone(make: Callable[[nn.Module], Any], rank: int) -> list[Any]:
     """What is raised where the second process has no example, or NaN, in the first step and in a later one; then θ."""
     model = DistributedDataParallel(build(CASES["kfac"]))
     opt = make(model)
@@ -432,7 +432,7 @@ def _alone(make: Callable[[nn.Module], ng.NaturalGradient], rank: int) -> list[A
     return [*found, torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
 
 
-def _freed(make: Callable[[nn.Module], ng.NaturalGradient], rank: int) -> bool:
+def _freed(make: Callable[[nn.Module], Any], rank: int) -> bool:
     """Whether an optimizer whose step was refused, for the empty shard of the second process, is freed at once."""
     model, x = DistributedDataParallel(build(CASES["kfac"])), torch.ones(1 - rank, 3, dtype=torch.float64)
     itself: list[weakref.ref[ng.NaturalGradient]] = []

@@ -37,16 +37,32 @@ def _structured(structure: Structure, **options: Any) -> Make:
     return lambda m: ng.NaturalGradient(m, EXACT, structure=structure, lr=0.1, damping=0.1, momentum=0.5, **options)
 
 
+def _slots(structure: Structure, **options: Any) -> Make:
+    """Optimizers of gradients, in the slots of ``NaturalGradient``."""
+    return lambda m: ng.NaturalGradient(
+        m,
+        ng.BatchGradient(),
+        structure=structure,
+        lr=0.01,
+        momentum=0.9,
+        momentum_on="gradients",
+        weight_decay=0.1,
+        fallback="adamw",
+        **{"damping": ng.Relative(1e-2), **options},
+    )
+
+
+FACTORED: dict[str, Any] = {"solver": ng.Factored()}
+ITERATED = ng.EigenKronecker(power=0.5, eigenvectors="iterated")
 MAKES: dict[str, Make] = {
     "kfac": lambda m: ng.KFAC(m, EXACT, early=False),
     "ekfac": lambda m: ng.EKFAC(m, EXACT, early=False),
     "exact": lambda m: ng.KFAC(m, EXACT, early=False, solver=ng.Cholesky()),
     "blocks": lambda m: ng.KFAC(m, EXACT, fallback=ng.BlockDense()),
-    "natural": lambda m: ng.Natural(m, lr=0.01),
-    "shampoo": lambda m: ng.Shampoo(m, lr=0.01),
-    "soap": lambda m: ng.SOAP(m, lr=0.01),
-    "soap_published": lambda m: ng.SOAP(m, lr=0.01, nesterov=False, moments="sorted", early=False, metric_every=2),
-    "muon": lambda m: ng.Muon(m, lr=0.01),
+    "natural": _slots(ng.Refresh(ng.Kronecker(largest=1, power=0.5), decay=0.95), step=ng.Polar(0.4), **FACTORED),
+    "shampoo": _slots(ng.Refresh(ng.Kronecker(power=0.5), 1, 0.95, 10), step=ng.Normalised(), **FACTORED),
+    "soap": _slots(ng.Refresh(ITERATED, decay=0.95, basis=10)),
+    "muon": _slots(ng.Diagonal(power=0.0), step=ng.Polar()),
     "dense": _structured(ng.Refresh(ng.Dense(), every=5)),
     "block_dense": _structured(ng.Refresh(ng.BlockDense(), every=5)),
     "diagonal": _structured(ng.Refresh(ng.Diagonal(), every=5)),

@@ -11,6 +11,7 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError, MemoryBoundError
+from natgrad.optim import natural_of_outputs
 from tests.optim.tasks import task
 
 NAN, INF = float("nan"), float("inf")
@@ -103,7 +104,7 @@ OF_GROUPS = {"lr", "damping", "momentum", "weight_decay", "fallback"}
 
 @pytest.mark.parametrize("make", [*OPTIMIZERS, ng.StochasticReconfiguration], ids=lambda f: f.__name__)
 def test_a_group_has_no_argument_that_holds_for_all_parameters(make: Callable[..., ng.NaturalGradient]) -> None:
-    for name in inspect.signature(make).parameters.keys() - {"model", "groups"} - OF_GROUPS:
+    for name in inspect.signature(make).parameters.keys() - {"model", "params", "groups"} - OF_GROUPS:
         with pytest.raises(ValueError, match=f"a parameter group holds {name}, which all parameters share"):
             ng.NaturalGradient(nn.Linear(2, 2), ng.Euclidean(), groups=[{"params": [], name: None}])
 
@@ -217,7 +218,7 @@ def test_every_option_is_a_keyword_with_a_visible_default(make: Callable[..., ng
 
 def test_repr_tells_where_momentum_is_what_is_relative_and_what_adamw_steps() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    lines = repr(ng.Natural(model)).splitlines()
+    lines = repr(natural_of_outputs(model, ng.Euclidean())).splitlines()
     assert "damping: relative to the mean eigenvalue of every factor" in lines
     assert "momentum: on gradients" in lines
     assert "fallback: AdamW for 2 of 4 parameters" in lines

@@ -185,7 +185,9 @@ def test_before_the_first_step_there_is_nothing_to_diagnose() -> None:
 
 def test_the_identity_metric_has_no_age() -> None:
     of = task("coins")
-    opt = ng.Muon(of.model)
+    opt = ng.NaturalGradient(
+        of.model, ng.BatchGradient(), structure=ng.Diagonal(power=0.0), step=ng.Polar(), fallback="adamw"
+    )
     for _ in range(3):
         of.step(opt)
     found = opt.diagnostics()

@@ -150,7 +150,7 @@ def test_an_optimizer_that_was_made_before_the_processes_met_is_refused_before_t
             assert "Wrap the model first, and give the wrapped one to the optimizer" in said
 
 
-DRIFTING: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], str]] = {
+DRIFTING: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "kfac": (lambda m: ng.KFAC(m, ranks.EXACT), "a metric of its own batch"),
     "loss": (lambda m: ng.Natural(m, nn.CrossEntropyLoss()), "a metric of its own batch"),
     "own backward": (lambda m: ng.KFAC(m, ng.Empirical()), "a metric of its own batch"),

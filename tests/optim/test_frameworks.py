@@ -106,7 +106,7 @@ def test_a_gan(frozen: bool) -> None:
     maker = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
     judge = seeded(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
     criterion = nn.BCEWithLogitsLoss()
-    of_judge = ng.Natural(judge, criterion, lr=1e-2, strict=True)
+    of_judge = ng.Natural(judge, criterion, lr=1e-2, strict=True)  # type: ignore[call-arg]
     of_maker = ng.Natural(maker, lr=2e-2)  # what is trained is no loss of its outputs
     real = normal(16, 2).float() * 0.1 + torch.tensor([2.0, -1.0])
     ones, zeros, far = torch.ones(16, 1), torch.zeros(16, 1), []
@@ -173,7 +173,7 @@ def test_a_lightning_module(tmp_path: Path) -> None:
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return ng.Natural(self.net, F.cross_entropy, lr=1e-2, strict=True)
+            return ng.Natural(self.net, F.cross_entropy, lr=1e-2, strict=True)  # type: ignore[call-arg]
 
     x = normal(32, 4).float()
     data: Any = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
@@ -269,7 +269,7 @@ def test_models_of_transformers_stand_for_their_own_loss(tr: Any, name: str) -> 
     model = bert(tr, kind, **options)
     x = torch.randint(1, 13, (16, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(6) < torch.arange(16)[:, None] % 3 + 4
-    opt = ng.Natural(model, model, lr=5e-2, strict=True)
+    opt = ng.Natural(model, model, lr=5e-2, strict=True)  # type: ignore[call-arg]
     trained(model, opt, lambda: model(input_ids=x, attention_mask=mask.long(), **labels(x)).loss, steps=16)
 
 
@@ -310,7 +310,7 @@ def test_a_hugging_face_trainer(
             disable_tqdm=True,
             **options,
         )
-        opt = ng.Natural(model, model, lr=5e-2, strict=True)
+        opt = ng.Natural(model, model, lr=5e-2, strict=True)  # type: ignore[call-arg]
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)
         trainer = tr.Trainer(model=model, args=args, train_dataset=data, optimizers=(opt, schedule))
         trainer.train()

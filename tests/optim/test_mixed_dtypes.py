@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 
-Make = Callable[[nn.Module], ng.NaturalGradient]
+Make = Callable[[nn.Module], Any]
 MAKES: dict[str, Make] = {
     "natural": lambda m: ng.Natural(m, lr=0.25, weight_decay=0.1),
     "muon": lambda m: ng.Muon(m, lr=0.25),
@@ -88,7 +88,7 @@ def test_a_metric_over_all_parameters_is_in_the_widest_dtype(narrow: torch.dtype
 
 @pytest.mark.parametrize("name", MAKES)
 def test_a_mixed_model_trains_and_resumes_bit_for_bit(name: str) -> None:
-    def train(model: nn.Module, opt: ng.NaturalGradient, seeds: range) -> list[float]:
+    def train(model: nn.Module, opt: Any, seeds: range) -> list[float]:
         losses = []
         for seed in seeds:
             x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))

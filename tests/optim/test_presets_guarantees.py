@@ -16,26 +16,23 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
+from natgrad.optim import natural_of_outputs
 from tests import oracle
 from tests.optim.tasks import seeded
 
-Make = Callable[..., ng.NaturalGradient]
+Make = Callable[..., Any]
 FISHER = ng.Fisher(ng.Categorical(), samples=1)
 
 
 def _fisher(model: nn.Module, **options: Any) -> ng.NaturalGradient:
-    return ng.Natural(model, FISHER, power=0.75, generator=torch.Generator().manual_seed(3), **options)
-
-
-def _whole(model: nn.Module, **options: Any) -> ng.NaturalGradient:
-    return ng.Natural(model, factors="whole", **options)
+    return natural_of_outputs(model, FISHER, power=0.75, generator=torch.Generator().manual_seed(3), **options)
 
 
 PRESETS: dict[str, Make] = {
     "natural": ng.Natural,
-    "natural_whole": _whole,
     "natural_fisher": _fisher,
     "shampoo": ng.Shampoo,
+    "kl_shampoo": partial(ng.Shampoo, fit="kl"),
     "soap": ng.SOAP,
     "muon": ng.Muon,
 }
@@ -302,7 +299,7 @@ def test_gradients_whose_squares_vanish_make_no_step_and_the_other_layers_theirs
 
 SMALL: dict[str, Make] = {
     "natural": ng.Natural,
-    "natural_whole": partial(ng.Natural, power=1.0, factors="whole"),
+    "natural_power": partial(ng.Natural, power=1.0),
     "shampoo": partial(ng.Shampoo, power=0.75),
 }
 
@@ -330,7 +327,7 @@ def test_every_argument_is_visible_and_given_by_name() -> None:
         kinds = [p.kind for p in inspect.signature(make).parameters.values()]
         assert inspect.Parameter.VAR_KEYWORD not in kinds
         positional = [name for name, p in inspect.signature(make).parameters.items() if p.kind != p.KEYWORD_ONLY]
-        assert positional == (["model", "metric"] if make is ng.Natural else ["model"])
+        assert positional == (["params", "metric"] if make is ng.Natural else ["params"])
 
 
 ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
@@ -339,11 +336,23 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "power_bool": (lambda m: ng.Natural(m, power=True), ValueError, "power between 0 and 1, got True"),
     "rms": (lambda m: ng.Muon(m, rms=0.0), ValueError, "must be positive and finite, got 0.0"),
     "damping": (lambda m: ng.Natural(m, damping=ng.Relative(-1.0)), ValueError, "must be positive and finite, got -1"),
-    "fit": (lambda m: ng.Natural(m, fit="best"), ValueError, 'is "mean" or "kl", not \'best\''),  # type: ignore[arg-type]
-    "basis": (lambda m: ng.SOAP(m, basis_every=0), ValueError, r"Refresh\(basis=…\) must be at least 1, got 0"),
+    "fit": (lambda m: ng.Shampoo(m, fit="best"), ValueError, 'is "mean" or "kl", not \'best\''),  # type: ignore[arg-type]
+    "basis": (
+        lambda m: ng.SOAP(m, basis_every=0),
+        ValueError,
+        r"SOAP\(basis_every=…\) must be a whole number of steps, at least 1",
+    ),
     "no_basis": (lambda m: ng.Refresh(ng.Kronecker(), basis=3), IncompatibleError, "no eigenvectors to keep"),
-    "factors": (lambda m: ng.Natural(m, factors="half"), ValueError, 'is "diagonal" or "whole", not \'half\''),  # type: ignore[arg-type]
-    "largest": (lambda m: ng.Natural(m, largest=8), ValueError, "bounds whole factors, and these are diagonals"),
+    "factors": (
+        lambda m: natural_of_outputs(m, FISHER, factors="half"),  # type: ignore[arg-type]
+        ValueError,
+        'is "diagonal" or "whole", not \'half\'',
+    ),
+    "largest": (
+        lambda m: natural_of_outputs(m, FISHER, largest=8),
+        ValueError,
+        "bounds whole factors, and these are diagonals",
+    ),
     "metric": (lambda m: ng.Natural(m, "fisher"), TypeError, "metric"),  # type: ignore[arg-type]
     "polar": (
         lambda m: ng.Muon(m, groups=[{"params": list(m.parameters()), "fallback": None}]),
@@ -358,7 +367,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "size": (lambda m: ng.Natural(m, rms="a"), ValueError, "must be positive and finite, got a"),  # type: ignore[arg-type]
     "damping_none": (lambda m: ng.SOAP(m, damping=None), TypeError, "damping must be a number, got None"),  # type: ignore[arg-type]
     "every": (
-        lambda m: ng.Natural(m, metric_every=1.5),  # type: ignore[arg-type]
+        lambda m: natural_of_outputs(m, FISHER, metric_every=1.5),  # type: ignore[arg-type]
         TypeError,
         r"\(every=…\) must be a whole number of steps, got 1.5",
     ),
@@ -368,11 +377,11 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         r"\(inverse=…\) must be a whole number of steps, got nan",
     ),
     "parameters": (
-        lambda m: ng.Natural(m.parameters()),
+        lambda m: ng.Natural(3),  # type: ignore[arg-type]
         TypeError,
-        "not generator: give the model itself, and parameter",
+        "takes a model, or its parameters, not int",
     ),
-    "never": (lambda m: ng.Natural(m, metric_every=None), TypeError, "number of steps, got None"),  # type: ignore[arg-type]
+    "never": (lambda m: natural_of_outputs(m, FISHER, metric_every=None), TypeError, "number of steps, got None"),  # type: ignore[arg-type]
     "early": (lambda m: ng.SOAP(m, early="yes"), TypeError, "early must be True or False, got 'yes'"),  # type: ignore[arg-type]
     "nesterov": (lambda m: ng.Muon(m, nesterov=1), TypeError, "nesterov must be True or False, got 1"),  # type: ignore[arg-type]
     "moments": (lambda m: ng.SOAP(m, moments="kept"), ValueError, 'is "carried" or "sorted", not \'kept\''),  # type: ignore[arg-type]
@@ -407,7 +416,7 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
 
 def test_a_metric_that_needs_targets_says_how_to_give_them() -> None:
     model = _net()
-    opt = ng.Natural(model, ng.Empirical(F.cross_entropy))
+    opt: Any = ng.Natural(model, ng.Empirical(F.cross_entropy))
     x, t = _batch(0)
     F.cross_entropy(model(x), t).backward()
     with pytest.raises(NatgradError, match=r"needs the targets: call opt.refresh\(x, target\) before opt.step"):

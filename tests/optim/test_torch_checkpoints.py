@@ -167,10 +167,10 @@ def test_a_state_before_the_first_step_takes_no_more_memory_than_the_metric_may(
 def test_a_first_step_at_the_rate_zero_is_a_step() -> None:
     """A schedule may begin so: its gradient is not zero, and the metric has seen it."""
     model = plain()
-    opt = ng.Natural(model, lr=0.0)
+    opt = ng.KFAC(model, EXACT, lr=0.0)
     run(model, opt, 1, seed=1)
     assert opt.tracker.step == 1
-    opt = ng.Natural(model, lr=0.0)
+    opt = ng.KFAC(model, EXACT, lr=0.0)
     model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
     opt.step()
     assert opt.tracker.step == 1
@@ -220,7 +220,17 @@ def test_a_metric_goes_on_at_another_power(saved: float, now: float) -> None:
     """What is averaged is G. The next step has the inverse at the new power."""
 
     def made(model: nn.Module, power: float) -> ng.NaturalGradient:
-        return ng.Natural(model, lr=0.1, power=power, fit="mean", momentum=0.0, inverse_every=1)
+        return ng.NaturalGradient(
+            model,
+            ng.BatchGradient(),
+            structure=ng.Refresh(ng.Kronecker(largest=1, power=power), decay=0.95),
+            solver=ng.Factored(),
+            step=ng.Polar(0.4),
+            lr=0.1,
+            damping=ng.Relative(1e-2),
+            momentum_on="gradients",
+            fallback="adamw",
+        )
 
     model, other, reference = plain(), plain(), plain()
     opt, again, same = made(model, saved), made(other, now), made(reference, now)

@@ -1,0 +1,99 @@
+"""ng.Muon: steps along polar factors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.roots import MUON, minimax, polar
+from natgrad.gradients.optimizer import GradientOptimizer, Groups, Parameters, ShapeBatch
+from natgrad.linalg import Relative
+from natgrad.model import check_types
+from natgrad.step.normalised import check_rms
+
+Iteration: TypeAlias = Literal["muon", "minimax"]
+
+_CONDITION = 1e4  # singular values below the largest by this factor need not become one
+
+
+@final
+class Muon(GradientOptimizer):
+    """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
+
+    Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
+    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch, up to
+    rounding in bfloat16, with ``nesterov=False``, too. For matrices with both sides of 256 or more, other products
+    compute the same iteration in less time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up
+    to 30 %: the iteration enlarges rounding). Five iterations do not converge: both steps are more than 10 %
+    away from UVᵀ, and the distance of this one exceeds that of torch's by at most 1 %.
+
+    ``iteration``: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
+    and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the parameters (Amsel
+    et al. 2025). M, ``params``, ``groups`` and what AdamW steps are as in ``Natural``; with ``nesterov=False`` M is
+    m/(1 − μᵗ).
+
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
+    >>> opt = ng.Muon(nn.Linear(4, 3), lr=3e-3)
+    """
+
+    polar = True
+    largest = 1
+
+    def __init__(
+        self,
+        params: Parameters,
+        *,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        rms: float = 0.2,
+        iteration: Iteration = "muon",
+        groups: Groups = (),
+    ) -> None:
+        check_rms("Muon", rms)
+        check_iteration("Muon", iteration)
+        check_types(nesterov=(nesterov, bool, "True or False"))
+        self.nesterov, self.rms, self.iteration = nesterov, rms, iteration
+        super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=Relative(1e-2))
+
+    def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
+        factors = polar_factors([batch.M for batch in batches], self.iteration)
+        lengths = [self.rms * max(batch.sizes) ** 0.5 for batch in batches]
+        return [
+            (X * length).masked_fill(batch.is_zero[:, None, None, None], 0.0)
+            for batch, X, length in zip(batches, factors, lengths, strict=True)
+        ]
+
+
+def check_iteration(optimizer: str, iteration: str) -> None:
+    """An iteration has a name."""
+    if iteration not in ("muon", "minimax"):
+        raise ValueError(f'{optimizer}(iteration=…) is "muon" or "minimax", not {iteration!r}')
+
+
+def polar_factors(stacks: Sequence[Tensor], iteration: Iteration) -> list[Tensor]:
+    """UVᵀ of all matrices UΣVᵀ [N 1 o i] of stacks of several shapes: a wide matrix and a tall one as one batch.
+
+    >>> polar_factors([torch.tensor([[[[3.0], [4.0]]]])], "minimax")[0].flatten()
+    tensor([0.6000, 0.8000])
+    """
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for number, M in enumerate(stacks):
+        alike[(min(M.shape[2:]), max(M.shape[2:]), M.dtype)].append(number)
+    out = list(stacks)
+    for numbers in alike.values():
+        wide = [M.mT if M.shape[2] > M.shape[3] else M for M in (stacks[number] for number in numbers)]
+        M = (torch.cat(wide) if len(wide) > 1 else wide[0]).squeeze(1)
+        schedule, dtype = MUON, torch.bfloat16
+        if iteration == "minimax":
+            schedule, dtype = minimax(_CONDITION, 1e-12 if M.dtype == torch.float64 else 1e-6), M.dtype
+        X = polar(M, schedule=schedule, dtype=dtype).to(M.dtype).unsqueeze(1)
+        for number, W in zip(numbers, X.split([len(stacks[number]) for number in numbers]), strict=True):
+            out[number] = W.mT if stacks[number].shape[2] > stacks[number].shape[3] else W
+    return out

@@ -1,0 +1,123 @@
+"""ng.Natural: Muon in coordinates in which all neurons, and all inputs, have gradients of one size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from natgrad.gradients.muon import Iteration, check_iteration, polar_factors
+from natgrad.gradients.optimizer import GradientOptimizer, Groups, Parameters, ShapeBatch, of_length
+from natgrad.linalg import Damping, Relative, check_power
+from natgrad.model import check_types
+from natgrad.optim.presets import natural_of_outputs
+from natgrad.output.losses import Criterion
+from natgrad.output.metric import OutputMetric
+from natgrad.step.normalised import check_rms
+
+_SHARE = Relative(1e-2)
+
+
+@final
+class Natural(GradientOptimizer):
+    """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for W [o i].
+
+    Steepest descent in the spectral norm of a metric (``Muon`` is that of G = 1), v scaled to the length of
+    polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983). Of
+    G = S ⊗ A the diagonals are kept, S = E[∇²]1/i, a number for every neuron, and A = 1ᵀE[∇²]/o, one for every input:
+    the statistics of Adafactor (Shazeer and Stern 2018). ε·mean S and ε·mean A are added to them (``damping``). So
+    neurons with large gradients, and inputs of large size, do not dominate the singular vectors, and steps along them
+    are short. With p = ½ the metric is half-way between the identity and G.
+
+    ``params``: the model, ``model.parameters()``, ``model.named_parameters()``, or parameter groups of these. A kernel
+    [o i *k] is the matrix [o i·k]; a parameter with three axes outside of a convolution is a stack of matrices [e o i]
+    (experts), every one stepped by itself. AdamW with the same learning rate and weight decay, and β = (0.9, 0.95),
+    steps embeddings, vectors (also matrices with one row or column, if there are others), and the head: what
+    ``model.get_output_embeddings()`` returns, or the matrix with a side as long as the vocabulary of an embedding.
+    ``print(opt.plan())`` shows what steps every parameter, and why.
+
+    ``groups``: parameter groups beside ``params``. A group may have an lr, weight_decay and momentum of its own,
+    ``"fallback": "adamw"`` for all of its parameters, ``"fallback": None`` for none of them (a parameter with three
+    axes is then a kernel), and ``"blocks": 3`` or ``(rows, columns)``, where a matrix is several: queries, keys and
+    values, gates, heads.
+
+    Every matrix steps by the root mean square lr·rms, or less where its gradient has a low rank, so ``lr`` is on the
+    scale of AdamW's. Tune it, in a few runs a factor of 2 apart, and ``weight_decay``. ``polar=False`` takes
+    v = G^-p M, with the root mean square lr·rms. ``decay`` is that of the moving averages S and A, ``power`` is p, and
+    ``iteration`` that of ``Muon``. Whole matrices S and A are those of ``Shampoo``.
+
+    With a ``metric`` on the outputs, or a loss, this is a ``NaturalGradient`` whose metric is estimated from the
+    model's own passes: its arguments are those of ``natgrad.optim.natural_of_outputs``.
+
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
+    >>> opt = ng.Natural(model, lr=1e-2)
+    >>> for _ in range(3):
+    ...     opt.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), t).backward()
+    ...     opt.step()
+    """
+
+    letters = ("S", "A")
+    largest = 1
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Any:
+        """A metric on the outputs needs the model's passes."""
+        metric = args[1] if len(args) > 1 else arguments.get("metric")
+        return super().__new__(cls) if metric is None else natural_of_outputs(*args, **arguments)
+
+    def __init__(
+        self,
+        params: Parameters,
+        metric: OutputMetric | Criterion | None = None,
+        *,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.9,
+        power: float = 0.5,
+        damping: Damping = _SHARE,
+        rms: float = 0.4,
+        polar: bool = True,
+        iteration: Iteration = "muon",
+        decay: float = 0.95,
+        groups: Groups = (),
+    ) -> None:
+        check_power(power, "the metric of Natural")
+        check_rms("Natural", rms)
+        check_iteration("Natural", iteration)
+        check_types(polar=(polar, bool, "True or False"))
+        self.power, self.rms, self.polar, self.iteration, self.decay = power, rms, polar, iteration, decay
+        super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=damping)
+
+    def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
+        pairs = [self._scales(batch) for batch in batches]
+        if not self.polar:
+            each = zip(batches, pairs, strict=True)
+            return [of_length(b.M * l * r, self.rms * b.M[0].numel() ** 0.5, b) for b, (l, r) in each]
+        # Divided by the norm before they are rounded: a metric has any unit.
+        whitened = [of_length(b.M * l * r, 1.0, b) for b, (l, r) in zip(batches, pairs, strict=True)]
+        factors = polar_factors(whitened, self.iteration)
+        out = []
+        for batch, (l, r), X in zip(batches, pairs, factors, strict=True):
+            lengths = self.rms * max(batch.sizes) ** 0.5 * torch.linalg.vector_norm(X, dim=(1, 2, 3))
+            out.append(of_length(X * l * r, lengths, batch))
+        return out
+
+    def _scales(self, batch: ShapeBatch) -> tuple[Tensor, Tensor]:
+        """(S + λ_S)^-q [N 1 o 1] and (A + λ_A)^-q [N 1 1 i], a half of the power on each side of a polar factor."""
+        squares = batch.G.square()
+        S, A = batch.average("S", squares.mean((1, 3))), batch.average("A", squares.mean((1, 2)))
+        q = self.power / 2 if self.polar else self.power
+        λ_S, λ_A = self.shifts(S.mean(1, keepdim=True), A.mean(1, keepdim=True))
+        l, r = (S + λ_S).pow(-q), (A + λ_A).pow(-q)
+        return l[:, None, :, None], r[:, None, None, :]
+
+
+# ``__new__`` would hide the arguments.
+_self, *_arguments = inspect.signature(Natural.__init__).parameters.values()
+Natural.__signature__ = inspect.Signature(_arguments)  # type: ignore[attr-defined]

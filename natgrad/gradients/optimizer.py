@@ -1,0 +1,465 @@
+"""What ng.Natural, ng.Muon, ng.SOAP and ng.Shampoo share: they see gradients, and nothing else of a model.
+
+A step has five parts, in this order: the gradients are checked; the momentum of every matrix is formed,
+M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ (Nesterov 1983); all matrices of one shape are laid side by side
+(``ShapeBatch``); the optimizer turns them into directions, all of one shape at once (``directions``, the one method
+that a subclass must have); the parameters move, θ ← (1 − lr·wd)θ − lr·v. AdamW steps what is no matrix
+(``natgrad.gradients.assignment``).
+
+Nothing waits for a GPU. There NaN and infinity close a gate on the device: the step changes nothing, and a later step
+raises (``natgrad.accelerate.flags``). A step that comes again is replayed from a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.accelerate import fused
+from natgrad.accelerate.devices import full_precision, is_asynchronous
+from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.modules import load_compiler, uncompiled
+from natgrad.accelerate.replay import GraphCache, Scalar
+from natgrad.errors import NonFiniteError
+from natgrad.geometry import refuse_sparse
+from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of, tensors_of
+from natgrad.gradients.earlier_checkpoints import converted
+from natgrad.linalg import Damping, Relative, is_number, is_rounding, number_of
+from natgrad.log import listed
+from natgrad.model import check_types
+from natgrad.optim.adamw import AdamWUpdate
+from natgrad.optim.update import check_keys, check_numbers, common_damping, corrected_weight
+
+Parameters: TypeAlias = (
+    nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]] | Mapping[str, Tensor]
+)
+Groups: TypeAlias = Iterable[dict[str, Any]]
+State: TypeAlias = dict[str, Tensor]
+
+_EAGER = "a step of natgrad is not compiled. With fullgraph=True compile the model alone, and call opt.step() outside"
+
+
+@final
+@dataclass(frozen=True)
+class ShapeBatch:
+    """The matrices of one shape that move in a step: N of them, with k offsets each."""
+
+    G: Tensor  # gradients [N k o i], in single precision at least
+    M: Tensor  # their momentum, what the step follows
+    states: Sequence[State]  # of every parameter
+    counts: Sequence[int]  # matrices of every parameter
+    is_zero: Tensor  # [N]: M is rounding beside the largest of all matrices
+    weight: Scalar  # of this gradient in moving averages; of the first gradient of a parameter it is 1
+    gate: Tensor | None  # not zero on the device: the step changes nothing
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """k, o and i."""
+        return self.G.shape[1], self.G.shape[2], self.G.shape[3]
+
+    def get(self, letter: str) -> Tensor:
+        """What is kept of all matrices."""
+        each = [state[letter] for state in self.states]
+        return each[0] if len(each) == 1 else torch.cat(each)
+
+    def put(self, letter: str, value: Tensor) -> Tensor:
+        """Keep something of all matrices [N …], in the memory that it has."""
+        new = value.split([len(value) * count // len(self.M) for count in self.counts])
+        if letter in self.states[0]:
+            fused.copy_([state[letter] for state in self.states], new, gate=self.gate)
+        else:
+            for state, mine in zip(self.states, new, strict=True):
+                state[letter] = mine.clone()
+        return value
+
+    def average(self, letter: str, new: Tensor) -> Tensor:
+        """F̄ ← (1 − w)F̄ + wF of a statistic F [N …]."""
+        if letter not in self.states[0]:
+            clean = new if self.gate is None else torch.where(self.gate > 0, 0.0, new)
+            return self.put(letter, clean)
+        return self.put(letter, torch.lerp(self.get(letter), new, self.weight))
+
+
+class GradientOptimizer(torch.optim.Optimizer):
+    """An optimizer of matrices that needs their gradients alone, with AdamW for all other parameters."""
+
+    polar: bool = False  # whether steps are polar factors: a vector has none
+    largest: float = float("inf")  # rows of a factor that is more than a diagonal
+    decay: float = 0.95  # of moving averages
+    nesterov: bool = True
+    letters: tuple[str, ...] = ()  # what a state keeps beside the momentum
+
+    def __init__(
+        self,
+        params: Parameters,
+        groups: Groups,
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        damping: Damping,
+    ) -> None:
+        load_compiler()
+        if not is_number(self.decay) or not 0 <= self.decay < 1:
+            raise ValueError(f"{type(self).__name__}(decay=…) must be in [0, 1), got {self.decay}")
+        if not isinstance(params, Iterable | nn.Module) or isinstance(params, str):
+            raise TypeError(f"{type(self).__name__} takes a model, or its parameters, not {type(params).__name__}")
+        if not isinstance(groups, Iterable):
+            raise TypeError(
+                f'groups must be a list of dicts, [{{"params": layer.parameters(), "lr": 0.1}}], got {groups!r}'
+            )
+        self._relative = isinstance(damping, Relative)
+        given, self._modules = groups_of(params, groups)
+        flat = [p.ndim < 2 or min(len(p), p.numel()) < 2 or p[0].numel() < 2 for g in given for p in tensors_of(g)]
+        self._takes_vectors = not self.polar or all(flat)
+        self._assignments: list[list[Assignment]] = []
+        self._refresh()
+        numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(given, numbers | {"steps": 0})
+        self._modules = Modules(None)
+        if not any(a.is_matrix for a in self.plan().assignments):
+            raise ValueError(
+                f"{type(self).__name__} leaves no parameter for the metric, as none is a matrix: use "
+                'torch.optim.AdamW, or give groups with "fallback": None'
+            )
+
+    def _refresh(self) -> None:
+        """What is made anew after a copy: a flag that travels from a device, and captured steps."""
+        self._flag, self._graphs = Flag(), GraphCache[Tensor | None](capacity=4)
+        self._take_uncompiled = uncompiled(_take, reason=_EAGER)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; "fallback" and "blocks" of a group decide what steps its parameters."""
+        check_keys(param_group)
+        check_numbers({**self.defaults, **param_group})
+        said = {key: value for key, value in param_group.items() if key in ("fallback", "blocks")}
+        super().add_param_group({key: value for key, value in param_group.items() if key not in said})
+        group = self.param_groups[-1]
+        group["steps"] = self.param_groups[0]["steps"]
+        common_damping(self.param_groups)
+        params, names = group["params"], group.get("param_names")
+        before = sum(map(len, self._assignments))
+        names = names or [self._modules.names.get(id(p), f"parameter {before + n}") for n, p in enumerate(params)]
+        if bad := [name for name, p in zip(names, params, strict=True) if p.is_complex()]:
+            raise TypeError(f"{', '.join(bad)} is complex: optimize torch.view_as_real of it")
+        self._assignments.append(
+            assigned(
+                params,
+                names,
+                self._modules,
+                said,
+                optimizer=type(self).__name__,
+                vectors=self._takes_vectors,
+                largest=self.largest,
+            )
+        )
+
+    def plan(self) -> GradientPlan:
+        """What steps every parameter, and why: ``print(opt.plan())``."""
+        return GradientPlan(tuple(a for of_group in self._assignments for a in of_group))
+
+    @abstractmethod
+    def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
+        """v [N k o i] of every batch, in the step 0, 1, …"""
+
+    def refreshes(self, step: int) -> bool:
+        """Whether factors are decomposed in this step: it is then not replayed from a graph."""
+        return False
+
+    def refresh(self, batches: Sequence[ShapeBatch]) -> None:
+        """Decompose the factors of matrices, also of those without a gradient in this step."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Returns the loss of the closure, if there is one."""
+        loss = None
+        if closure is not None:
+            if not callable(closure):
+                raise TypeError(
+                    "opt.step takes a closure, a function that computes the loss and its gradient, not a "
+                    f"{type(closure).__name__}: call loss.backward() and opt.step()"
+                )
+            with torch.enable_grad():
+                loss = closure()
+        self._take_uncompiled(self) if torch.compiler.is_compiling() else self._take()
+        return loss
+
+    def _take(self) -> None:
+        self._flag.raise_pending()
+        moving = [
+            [(p, a) for p, a in zip(group["params"], of_group, strict=True) if p.grad is not None]
+            for group, of_group in zip(self.param_groups, self._assignments, strict=True)
+        ]
+        matrices = [[(p, a) for p, a in of_group if a.is_matrix] for of_group in moving]
+        others = [[(a.name, p) for p, a in of_group if not a.is_matrix] for of_group in moving]
+        grads = {a.name: p.grad for of_group in moving for p, a in of_group}
+        if not grads:
+            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
+        refuse_sparse(grads)
+        asynchronous = is_asynchronous(next(iter(grads.values())).device)
+        if not asynchronous:
+            self._flag.check(grads, "the gradient")
+            self._check_squares(grads)
+        step = self.param_groups[0]["steps"]
+
+        def run(gradients: Sequence[Tensor], numbers: Sequence[Scalar]) -> Tensor | None:
+            named = dict(zip(grads, gradients, strict=True))
+            if asynchronous:
+                self._flag.look(named if not self.letters else {"norm": fused.total_norm(gradients)})
+            self._move(matrices, named, numbers, step)
+            rates = numbers[1 : 1 + len(self.param_groups)]
+            AdamWUpdate(self.param_groups, others, self.state).step(named, rates, self._flag.value)
+            return self._flag.value
+
+        numbers = self._numbers(step)
+        new = any(self._is_new(p) for of_group in matrices for p, _ in of_group)
+        if not asynchronous or new or self.refreshes(step):
+            run(list(grads.values()), numbers)
+        else:
+            self._flag.value = self._graphs.run(
+                run, list(grads.values()), numbers, self._key(list(grads)), may_copy=True, shaped=True
+            )
+        self._flag.send("the step", step)
+        for group in self.param_groups:
+            group["steps"] = step + 1
+
+    def _check_squares(self, grads: Mapping[str, Tensor]) -> None:
+        """Second moments are finite where the norms are."""
+        if self.letters and not bool(fused.total_norm(list(grads.values())).isfinite()):
+            raise NonFiniteError(
+                f"the square of the gradient of {listed(grads)} holds NaN or infinity. Nothing was changed: lower the "
+                "learning rate, or clip the gradient"
+            )
+
+    def _is_new(self, p: Tensor) -> bool:
+        """Whether this is the first gradient of a matrix."""
+        return (self.letters or ("momentum",))[0] not in self.state[p]
+
+    def _numbers(self, step: int) -> list[float]:
+        """The weight of this gradient in moving averages, the rates of all groups, its weights in corrected momenta."""
+        rates = [group["lr"] for group in self.param_groups]
+        momenta = [] if self.nesterov else [float(group["momentum"]) for group in self.param_groups]
+        return [corrected_weight(self.decay, step + 1), *rates, *(corrected_weight(μ, step + 1) for μ in momenta)]
+
+    def _key(self, names: Sequence[str]) -> Hashable:
+        """All that a captured step depends on, but for gradients and numbers."""
+        states = [t for of_param in self.state.values() for t in of_param.values()]
+        params = [p for group in self.param_groups for p in group["params"]]
+        options = [(group["momentum"], group["weight_decay"], group["damping"]) for group in self.param_groups]
+        return tuple(names), tuple(options), tuple([t.data_ptr() for t in (*params, *states)])
+
+    def _move(
+        self,
+        matrices: Sequence[Sequence[tuple[Tensor, Assignment]]],
+        grads: Mapping[str, Tensor],
+        numbers: Sequence[Scalar],
+        step: int,
+    ) -> None:
+        """Momentum, directions and steps of the matrices of all groups."""
+        groups, gate = len(self.param_groups), self._flag.value
+        rates, corrected = numbers[1 : 1 + groups], numbers[1 + groups :] or [1.0] * groups
+        followed: list[list[Tensor]] = []
+        for group, of_group, weight in zip(self.param_groups, matrices, corrected, strict=True):
+            followed.append(self._followed(group, of_group, grads, weight))
+        every = [(p, a, M) for ps, Ms in zip(matrices, followed, strict=True) for (p, a), M in zip(ps, Ms, strict=True)]
+        if not every:
+            return
+        alike: dict[Hashable, list[tuple[Tensor, Assignment, Tensor]]] = {}
+        for p, a, M in every:  # and those that are new apart: their first gradient counts in full
+            alike.setdefault((a.sizes[1:], p.dtype, p.device, self._is_new(p)), []).append((p, a, M))
+        batches = self._batches(list(alike.values()), grads, numbers[0], gate)
+        with full_precision(every[0][0].device):
+            directions = self.directions(batches, step)
+            if self.refreshes(step):
+                self.refresh(self._idle(grads))
+        v: dict[str, Tensor] = {}
+        for members, batch, V in zip(alike.values(), batches, directions, strict=True):
+            each = V.split(list(batch.counts)) if len(members) > 1 else [V]
+            v.update((a.name, a.join(W).to(p.dtype)) for (p, a, _), W in zip(members, each, strict=True))
+        self._flag.check(v, "the step")
+        gate = self._flag.value
+        for group, of_group, Ms, rate in zip(self.param_groups, matrices, followed, rates, strict=True):
+            if not of_group:
+                continue
+            decay = group["weight_decay"]
+            fused.descend_([p for p, _ in of_group], [v[a.name] for _, a in of_group], rate, decay=decay, gate=gate)
+            if group["momentum"]:
+                momenta = [self.state[p]["momentum"] for p, _ in of_group]
+                if self.nesterov:
+                    new = [grads[a.name] for _, a in of_group]
+                    fused.average_(momenta, new, 1 - group["momentum"], gate=gate)
+                else:
+                    fused.copy_(momenta, Ms, gate=gate)
+
+    def _followed(
+        self,
+        group: Mapping[str, Any],
+        members: Sequence[tuple[Tensor, Assignment]],
+        grads: Mapping[str, Tensor],
+        weight: Scalar,
+    ) -> list[Tensor]:
+        """M of the matrices of a group: μm + (1 − μ)∇ of the next m, or without Nesterov's step m/(1 − μᵗ) itself."""
+        gs, μ = [grads[a.name] for _, a in members], group["momentum"]
+        if not μ or not members:
+            return gs
+        first = ["momentum" not in self.state[p] for p, _ in members]
+        for (p, _), new in zip(members, first, strict=True):
+            if new:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum"] for p, _ in members]
+        if self.nesterov:
+            return fused.lerp(momenta, gs, 1 - μ**2)
+        averaged = fused.averaged(momenta, gs, weight)
+        return [g if new else m for m, g, new in zip(averaged, gs, first, strict=True)]
+
+    def _batches(
+        self,
+        alike: Sequence[Sequence[tuple[Tensor, Assignment, Tensor]]],
+        grads: Mapping[str, Tensor],
+        weight: Scalar,
+        gate: Tensor | None,
+    ) -> list[ShapeBatch]:
+        stacks = []
+        for members in alike:
+            single = torch.promote_types(members[0][0].dtype, torch.float32)
+            pairs = [[a.split(t) for _, a, t in members], [a.split(grads[a.name]) for _, a, _ in members]]
+            M, G = ((side[0] if len(side) == 1 else torch.cat(side)).to(single) for side in pairs)
+            stacks.append((M, G, members))
+        norms = [
+            torch.linalg.vector_norm(M, dim=(1, 2, 3), dtype=torch.float64) / M[0].numel() ** 0.5 for M, _, _ in stacks
+        ]
+        coarsest = max((p.dtype for members in alike for p, _, _ in members), key=lambda dtype: torch.finfo(dtype).eps)
+        zero = is_rounding(torch.cat(norms), dtype=coarsest).split([len(t) for t in norms])
+        return [
+            ShapeBatch(
+                G, M, [self.state[p] for p, _, _ in members], [a.sizes[0] for _, a, _ in members], none, weight, gate
+            )
+            for (M, G, members), none in zip(stacks, zero, strict=True)
+        ]
+
+    def shifts(self, S: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+        """λ_S and λ_A [N 1] for the mean eigenvalues of S and A: ε of each, or √λ/π and π√λ with π² = A/S.
+
+        Infinite where a factor is zero: its inverse power is then zero, and so is the step.
+        """
+        λ = self.param_groups[0]["damping"]
+        if self._relative:
+            return none_of_zero(λ * S), none_of_zero(λ * A)
+        π = torch.where((S > 0) & (A > 0), A / S, 1.0).sqrt()
+        return λ**0.5 / π, λ**0.5 * π
+
+    def _idle(self, grads: Mapping[str, Tensor]) -> list[ShapeBatch]:
+        """The matrices that have no gradient in this step, and had one before."""
+        out = []
+        for group, of_group in zip(self.param_groups, self._assignments, strict=True):
+            for p, a in zip(group["params"], of_group, strict=True):
+                if a.is_matrix and a.name not in grads and not self._is_new(p):
+                    zero = self.state[p]["S"].new_zeros(()).expand(a.sizes)
+                    out.append(
+                        ShapeBatch(zero, zero, [self.state[p]], [a.sizes[0]], zero[:, 0, 0, 0].bool(), 0.0, None)
+                    )
+        return out
+
+    # Copies and checkpoints.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made anew, and without the hooks and the wrapped ``step`` of schedulers, as in torch."""
+        made_anew = ("_flag", "_graphs")
+        mine = {key: value for key, value in vars(self).items() if key not in made_anew and not callable(value)}
+        return {key: value for key, value in mine.items() if not key.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._refresh()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume exactly. A state that does not fit is refused with the difference, before anything is changed."""
+        names = [a.name for of_group in self._assignments for a in of_group]
+        state_dict = converted(state_dict, names, self.letters)
+        params = [p for group in self.param_groups for p in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        if len(keys) == len(params):  # else torch says so
+            for key, a in zip(keys, self.plan().assignments, strict=True):
+                self._check(a, state_dict["state"].get(key, {}))
+        super().load_state_dict(state_dict)
+        # torch goes on in the tensors of the dictionary, cast to the type of the parameter: we keep copies as they are.
+        for key, p in zip(keys, params, strict=True):
+            for what, t in state_dict["state"].get(key, {}).items():
+                self.state[p][what] = t.to(p.device, copy=True) if isinstance(t, Tensor) else t
+
+    def _check(self, a: Assignment, state: Mapping[str, Any]) -> None:
+        """Raise unless this is the state of such a parameter, and finite."""
+        moments = ("exp_avg", "exp_avg_sq")
+        expected = {"momentum": a.shape, **self.shapes(a)} if a.is_matrix else dict.fromkeys(moments, a.shape)
+        strange = [what for what in state if what not in expected and what != "step"]
+        missing = [what for what in expected if what not in state and what != "momentum" and state]
+        if strange or missing:
+            differs = f"has {', '.join(strange)}" if strange else f"has no {', '.join(missing)}"
+            raise ValueError(
+                f"this is the state of another optimizer: {a.name} {differs}, and {a.optimizer} steps it here. "
+                "Nothing was loaded"
+            )
+        for what, t in state.items():
+            if what in expected and tuple(t.shape) != tuple(expected[what]):
+                raise ValueError(
+                    f"{what} of {a.name} in the state has the shape {list(t.shape)}, and here {list(expected[what])}. "
+                    "Nothing was loaded"
+                )
+            if not bool(torch.isfinite(t).all()):
+                raise NonFiniteError(
+                    f"{what} of {a.name} in the state holds NaN or infinity. Nothing was loaded: take an earlier "
+                    "checkpoint"
+                )
+
+    def shapes(self, a: Assignment) -> dict[str, tuple[int, ...]]:
+        """What the state of a matrix keeps beside its momentum."""
+        n, k, o, i = a.sizes
+        sides = {"S": o, "A": i, "Q": o, "P": i}
+        out: dict[str, tuple[int, ...]] = {}
+        for letter in self.letters:
+            d = sides.get(letter[0], 0)
+            diagonal = self.largest < d
+            if letter == "D":
+                out[letter] = (n * k, o, i)
+            elif not (diagonal and letter in "QP"):
+                out[letter] = (n, d) if diagonal else (n, d, d)
+        return out
+
+
+def _take(optimizer: GradientOptimizer) -> None:
+    optimizer._take()
+
+
+def of_length(v: Tensor, lengths: float | Tensor, batch: ShapeBatch) -> Tensor:
+    """v [N k o i], every matrix as long as its number in ``lengths``; zero stays zero, and NaN stays NaN."""
+    stretch = torch.linalg.vector_norm(v, dim=(1, 2, 3), dtype=torch.float64) / lengths
+    scale = (1 / stretch + (stretch - stretch)).masked_fill(batch.is_zero | (stretch == 0), 0.0)
+    return v * scale.to(v.dtype)[:, None, None, None]
+
+
+def none_of_zero(λ: Tensor) -> Tensor:
+    """Relative damping λ, infinite where there is nothing that it could be relative to: squares have vanished there."""
+    return torch.where(λ <= torch.finfo(λ.dtype).tiny, torch.inf, λ)  # NaN stays
+
+
+def is_due(step: int, period: int, *, early: bool) -> bool:
+    """Whether factors are decomposed in the step 0, 1, …: every ``period`` steps, and early in the steps 1, 2, 4, …
+
+    >>> [step + 1 for step in range(25) if is_due(step, 10, early=True)]
+    [1, 2, 4, 8, 11, 21]
+    """
+    return step % period == 0 or (early and step < period and (step + 1) & step == 0)
+
+
+def check_period(optimizer: str, name: str, period: int, *, early: bool, largest: int) -> None:
+    """Refuse numbers of steps and rows that are none."""
+    check_types(early=(early, bool, "True or False"))
+    if not is_number(period, whole=True) or period < 1:
+        raise ValueError(f"{optimizer}({name}=…) must be a whole number of steps, at least 1, got {period!r}")
+    if not is_number(largest, whole=True) or largest < 1:
+        raise TypeError(f"{optimizer}(largest=…): largest must be a whole number of rows, at least 1, got {largest!r}")

@@ -1,0 +1,163 @@
+"""ng.SOAP: Adam in the eigenbasis of Shampoo's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.bases import followed_all
+from natgrad.accelerate.roots import spectrum
+from natgrad.gradients.optimizer import (
+    GradientOptimizer,
+    Groups,
+    Parameters,
+    ShapeBatch,
+    check_period,
+    is_due,
+    none_of_zero,
+)
+from natgrad.gradients.shampoo import moment
+from natgrad.linalg import Damping, Relative
+from natgrad.model import check_types
+from natgrad.pullbacks.sharing import LARGEST
+
+Moments: TypeAlias = Literal["carried", "sorted"]
+
+_TINY = Relative(1e-6)
+
+
+@final
+class SOAP(GradientOptimizer):
+    """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
+
+    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, and D = E[(Qᵀ∇P)²], in every step. Every
+    ``basis_every`` steps and (``early``) in the steps 1, 2, 4, 8, … Q ← QR(SQ), P ← QR(AP), with the columns sorted by
+    qᵀSq; the first basis is exact. ``moments``: what D becomes then. It is "carried" into the new basis,
+    D' = (Q'ᵀQ)² D (PᵀP')²; or "sorted" with the columns, and the basis is renewed after the step, so that the next
+    gradient is measured in the basis in which it is divided (Vyas et al. 2024).
+
+    ``ng.SOAP(model, nesterov=False, moments="sorted", early=False, damping=1e-16)`` takes the steps of the paper's
+    algorithm for matrices; the authors' code takes none with the first gradient. What differs by default: D is carried;
+    λ is 10⁻⁶ of the mean of D, so that rounding along directions without a gradient is not amplified; momentum is
+    Nesterov's, and not corrected for its start, so that the first steps are shorter. The offsets of a kernel share Q
+    and P. A side with more than ``largest`` rows has no basis. AdamW steps the parameters that it steps in ``Natural``,
+    except matrices with one row or one column. The other arguments are those of ``Natural``.
+
+    Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
+    later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another
+    way, and take the steps of the joint batch only up to the choice of this basis.
+
+    >>> import torch, natgrad as ng
+    >>> from torch import nn
+    >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
+    """
+
+    letters = ("S", "A", "Q", "P", "D")
+
+    def __init__(
+        self,
+        params: Parameters,
+        *,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        damping: Damping = _TINY,
+        decay: float = 0.95,
+        basis_every: int = 10,
+        early: bool = True,
+        moments: Moments = "carried",
+        largest: int = LARGEST,
+        groups: Groups = (),
+    ) -> None:
+        check_period("SOAP", "basis_every", basis_every, early=early, largest=largest)
+        check_types(nesterov=(nesterov, bool, "True or False"))
+        if moments not in ("carried", "sorted"):
+            raise ValueError(f'SOAP(moments=…) is "carried" or "sorted", not {moments!r}')
+        self.nesterov, self.decay, self.every, self.early = nesterov, decay, basis_every, early
+        self.moments, self.largest = moments, largest
+        super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=damping)
+
+    def refreshes(self, step: int) -> bool:
+        if self.moments == "carried":
+            return is_due(step, self.every, early=self.early)
+        doubled = self.early and step < self.every and (step + 1) & step == 0
+        return step > 0 and (doubled or (step + 1) % self.every == 0)  # after the step, for the next one
+
+    def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
+        for batch in batches:
+            self._average(batch)
+        if self.moments == "carried" and self.refreshes(step):
+            self.refresh(batches)
+        out = []
+        for batch in batches:
+            Q, P, D = *_basis(batch), batch.get("D").view_as(batch.M)
+            λ = self.param_groups[0]["damping"]
+            λ = none_of_zero(λ * D.mean((1, 2, 3), keepdim=True)) if self._relative else λ
+            v = _rotated(Q, _rotated(_mT(Q), batch.M, P) * (D + λ).rsqrt(), _mT(P))
+            out.append(v.masked_fill(batch.is_zero[:, None, None, None], 0.0))
+        if self.moments == "sorted" and self.refreshes(step):
+            self.refresh(batches)
+        return out
+
+    def _average(self, batch: ShapeBatch) -> None:
+        """S, A and, in the basis that there is, D of this gradient into their averages."""
+        k, o, i = batch.sizes
+        new = "S" not in batch.states[0]
+        S = batch.average("S", moment(batch.G, self.largest) / (i * k))
+        A = batch.average("A", moment(batch.G.mT, self.largest) / (o * k))
+        if new:
+            for letter, F in (("Q", S), ("P", A)):
+                if F.ndim == 3:
+                    batch.put(letter, spectrum(F)[1])
+        Q, P = _basis(batch)
+        batch.average("D", _rotated(_mT(Q), batch.G, P).square().flatten(0, 1))
+
+    def refresh(self, batches: Sequence[ShapeBatch]) -> None:
+        """Q ← QR(SQ), P ← QR(AP) and D with them, all sizes at once."""
+        if not batches:
+            return
+        before = [tuple(q if q is None else q.clone() for q in _basis(batch)) for batch in batches]
+        scales = [batch.get("D").view_as(batch.M) for batch in batches]
+        sides = [(at, side) for at, basis in enumerate(before) for side in (0, 1) if basis[side] is not None]
+        factors = [batches[at].get("SA"[side]) for at, side in sides]
+        old = [q for basis in before for q in basis if q is not None]
+        if self.moments == "sorted":
+            for number, (at, side) in enumerate(sides):
+                q = old[number]
+                order = (q * (factors[number] @ q)).sum(1).argsort(dim=1, descending=True)
+                old[number] = torch.take_along_dim(q, order[:, None], 2)
+                along = order[:, None, :, None] if side == 0 else order[:, None, None, :]
+                scales[at] = torch.take_along_dim(scales[at], along, 2 + side)
+        new, _ = followed_all(factors, old, sort=self.moments == "carried")
+        for (at, side), q in zip(sides, new, strict=True):
+            batches[at].put("QP"[side], q)
+        for batch, basis, D in zip(batches, before, scales, strict=True):
+            if self.moments == "carried":
+                U, V = (_overlap(now, q) for now, q in zip(_basis(batch), basis, strict=True))
+                D = _rotated(U, D, _mT(V))
+            batch.put("D", D.flatten(0, 1))
+
+
+def _basis(batch: ShapeBatch) -> tuple[Tensor | None, Tensor | None]:
+    """Q [N o o] and P [N i i]; None for the axes."""
+    Q, P = (batch.get(letter) if letter in batch.states[0] else None for letter in "QP")
+    return Q, P
+
+
+def _mT(q: Tensor | None) -> Tensor | None:
+    return None if q is None else q.mT
+
+
+def _rotated(left: Tensor | None, W: Tensor, right: Tensor | None) -> Tensor:
+    """L W R of matrices [N k o i]."""
+    W = W if left is None else left.unsqueeze(1) @ W
+    return W if right is None else W @ right.unsqueeze(1)
+
+
+def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    """(Q'ᵀQ)², number by number."""
+    return None if new is None or old is None else (new.mT @ old).square()
