@@ -321,6 +321,26 @@ def differential(model: nn.Module | Mapping[str, Tensor], loss: Tensor) -> Covec
     return Covector(require_all(dict(zip(params, grads, strict=True))))
 
 
+def value_and_differential(
+    f: Callable[[Tensor], Tensor], x: Tensor, what: str = "the loss", of: str = "the outputs"
+) -> tuple[Tensor, Tensor]:
+    """f(x) [] and df(x), of the shape of x, of a function with one number, which messages call ``what``.
+
+    >>> value_and_differential(lambda x: x.square().sum(), torch.tensor([1.0, 2.0]))
+    (tensor(5.), tensor([2., 4.]))
+    """
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value = f(leaf)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what} returned {kind}: it must be one number (reduce it by a sum or a mean)")
+    if not value.requires_grad:
+        raise ValueError(f"{what} does not depend on {of}: it must be a differentiable function of it")
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach().reshape(()), gradient
+
+
 def require_all(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Refuse missing gradients by name: a parameter that the loss does not depend on has no natural gradient."""
     missing = [name for name, grad in grads.items() if grad is None]

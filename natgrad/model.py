@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from numbers import Real
 from typing import Any, Literal, TypeAlias, final
@@ -178,6 +178,26 @@ class Model:
             raise TypeError("a pure function f(params, x) needs params=, a mapping from names to tensors")
         _check_parameters(params, "params=")
         return Model(model, dict(params), output, examples, heads)
+
+    def copied(self) -> Model:
+        """The same model with a module of its own, which ``at`` may move; a function needs none."""
+        if self.module is None:
+            return self
+        return Model.of(copy.deepcopy(self.module), None, self.output, self.examples, self.heads)
+
+    def at(self, params: Mapping[str, Tensor]) -> Model:
+        """The model at other parameters. Those of a module are overwritten, since layer rules read them there.
+
+        >>> twice = Model.of(nn.Linear(1, 1, bias=False)).copied().at({"weight": torch.tensor([[2.0]])})
+        >>> twice(None, torch.tensor([[3.0]]))
+        tensor([[6.]], grad_fn=<MmBackward0>)
+        """
+        if self.module is None:
+            return replace(self, params=dict(params))
+        with torch.no_grad():
+            for name, p in self.params.items():
+                p.copy_(params[name])
+        return self
 
     @property
     def module(self) -> nn.Module | None:

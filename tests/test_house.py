@@ -198,7 +198,7 @@ LINES: dict[str, int] = {
     "invariance": 546,
     "kernels": 466,
     "mirror": 1036,
-    "natgrad": 2721,
+    "natgrad": 2737,
     "operators": 0,
     "optim": 3765,
     "output": 1149,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -94,72 +93,77 @@ def gradient_flow(
             f"gradient_flow needs a finite time > 0, points ≥ 2, 0 < rtol < 1 and max_steps ≥ 1, got time={time}, "
             f"points={points}, rtol={rtol}, max_steps={max_steps}"
         )
-    moving = _Moving.of(Model.of(model, params, output, heads=metric.heads))
-    θ = Vector({name: p.detach() for name, p in moving.model.params.items()}).flatten()
+    moving = Model.of(model, params, output, heads=metric.heads).copied()
+    start = Vector({name: p.detach().clone() for name, p in moving.params.items()})
     chosen, keeper = solver or Pinv(), structure or Dense()
 
+    def at(θ: Tensor) -> Model:
+        return moving.at(unflatten(θ, start))
+
     def velocity(θ: Tensor) -> Tensor:
-        at = moving.at(θ)
-        v = natural_gradient(at, x, loss, metric, structure=keeper, solver=chosen, damping=damping, target=target)
+        v = natural_gradient(at(θ), x, loss, metric, structure=keeper, solver=chosen, damping=damping, target=target)
         return -v.flatten()
 
     def outputs(θ: Tensor) -> Tensor:
         with torch.no_grad():
-            return moving.at(θ)(None, x)
+            return at(θ)(None, x)
 
     times = torch.linspace(0, time, points, dtype=torch.float64)
-    path, slope, now, steps = [outputs(θ)], velocity(θ), 0.0, 0
-    h, size = time / (points - 1), float(path[0].abs().max())
+    path, integrator = [outputs(start.flatten())], _Integrator(velocity, start.flatten(), time / (points - 1))
+    size = float(path[0].abs().max())
+
+    def excess(new: Tensor, error: Tensor) -> float:
+        """How far the outputs at two candidates are from each other, over what is allowed."""
+        y = outputs(new)
+        allowed = rtol * max(size, float(y.abs().max()), float((y - path[0]).abs().max()))
+        distance = float((y - outputs(new - error)).abs().max())
+        return distance / allowed if allowed > 0 else 0.0
+
     for end in times[1:].tolist():
-        while now < end:
-            if steps == max_steps:
+        while integrator.time < end:
+            if integrator.steps == max_steps:
                 raise NatgradError(
-                    f"the gradient flow has reached the time {now:.3g} of {time:g} after max_steps={max_steps} steps: "
-                    "the metric is nearly singular on the way (give damping=, or Pinv(rtol=…)), or rtol= is too small"
+                    f"the gradient flow has reached the time {integrator.time:.3g} of {time:g} after "
+                    f"max_steps={max_steps} steps: the metric is nearly singular on the way (give damping=, or "
+                    "Pinv(rtol=…)), or rtol= is too small"
                 )
-            h = min(h, end - now)
-            slopes = [slope]
-            for row in _MATRIX:
-                slopes.append(velocity(new := θ + h * _combined(row, slopes)))
-            y = outputs(new)
-            error = float((y - outputs(new - h * _combined(_DIFFERENCE, slopes))).abs().max())
-            allowed = rtol * max(size, float(y.abs().max()), float((y - path[0]).abs().max()))
-            ratio = error / allowed if allowed > 0 else 0.0
-            if ratio <= 1:
-                θ, slope, now, steps = new, slopes[-1], end if h == end - now else now + h, steps + 1
-            h *= min(4.0, max(0.2, 0.9 * ratio**-0.2)) if 0 < ratio < torch.inf else (4.0 if ratio == 0 else 0.2)
-        path.append(outputs(θ))
+            integrator.step(end, excess)
+        path.append(outputs(integrator.θ))
     ys = torch.stack(path)
     with torch.no_grad():
-        at = moving.at(θ)
-        shapes = at.evaluated(None, x)[1]
-        losses = torch.stack([loss(at.given_to_loss(y, shapes)).reshape(()) for y in ys])
-    return Flow(times, losses, ys, unflatten(θ, moving.like), steps)
+        there = at(integrator.θ)
+        shapes = there.evaluated(None, x)[1]
+        losses = torch.stack([loss(there.given_to_loss(y, shapes)).reshape(()) for y in ys])
+    return Flow(times, losses, ys, unflatten(integrator.θ, start), integrator.steps)
+
+
+@final
+class _Integrator:
+    """θ′ = velocity(θ) by the rules of Dormand and Prince (1980), in steps h that are as long as the error allows."""
+
+    def __init__(self, velocity: Callable[[Tensor], Tensor], θ: Tensor, h: float) -> None:
+        self.θ, self.time, self.steps = θ, 0.0, 0
+        self._velocity, self._slope, self._h = velocity, velocity(θ), h
+
+    def step(self, end: float, excess: Callable[[Tensor, Tensor], float]) -> None:
+        """Try one step, at most to ``end``; ``excess(θ, error)``, of what the step is and how wrong, is to be ≤ 1."""
+        h, slopes = min(self._h, end - self.time), [self._slope]
+        for row in _MATRIX:
+            new = self.θ + h * _combined(row, slopes)
+            slopes.append(self._velocity(new))
+        ratio = excess(new, h * _combined(_DIFFERENCE, slopes))
+        if ratio <= 1:
+            self.time = end if h == end - self.time else self.time + h
+            self.θ, self._slope, self.steps = new, slopes[-1], self.steps + 1
+        self._h = h * _growth(ratio)
+
+
+def _growth(ratio: float) -> float:
+    """By how much the next step is longer: the error of order 5 over what is allowed, to the power −1/5, and bounds."""
+    if not math.isfinite(ratio):
+        return 0.2
+    return 4.0 if ratio == 0 else min(4.0, max(0.2, 0.9 * ratio**-0.2))
 
 
 def _combined(weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
     return torch.stack([w * k for w, k in zip(weights, slopes, strict=True) if w]).sum(0)
-
-
-@final
-@dataclass(frozen=True)
-class _Moving:
-    """The model at any parameters: a copy of the module whose layers have their rules, or the pure function."""
-
-    model: Model
-    like: dict[str, Tensor]
-
-    @staticmethod
-    def of(model: Model) -> _Moving:
-        if model.module is not None:
-            model = Model.of(copy.deepcopy(model.module), None, model.output, model.examples, model.heads)
-        return _Moving(model, {name: p.detach().clone() for name, p in model.params.items()})
-
-    def at(self, θ: Tensor) -> Model:
-        placed = unflatten(θ, self.like)
-        if self.model.module is None:
-            return replace(self.model, params=placed)
-        with torch.no_grad():
-            for name, p in self.model.params.items():
-                p.copy_(placed[name])
-        return self.model

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -20,12 +19,10 @@ from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model, check_slots, tensors_of
 from natgrad.output.metric import Euclidean
 from natgrad.pullbacks.chunks import check_independent, examples, separable
-from natgrad.pullbacks.factors import Factors
-from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Observer, memory_bound
 from natgrad.pullbacks.pullback import layers_of as layers_of_model
 from natgrad.structures.base import Inverse, Layout
-from natgrad.structures.dense import index_of, name_of
+from natgrad.structures.dense import name_of
 from natgrad.structures.kernel import Kernel, KernelOperator
 
 Range = tuple[int, int]  # of examples
@@ -102,7 +99,7 @@ def _assemble(
             layers, others = layers_of(left), layers_of(right)
             if not totals:
                 (_, rows), (_, columns) = left_ranges[-1] or (0, n), right_ranges[-1] or (0, m)
-                titles = {name: name_of([b for b, _ in layer]) if by_layer else "" for name, layer in layers.items()}
+                titles = {name: name_of(layer.blocks) if by_layer else "" for name, layer in layers.items()}
                 like, shape = left.factors[0].g, (k, rows, l, columns)
                 check_size(
                     (len(set(titles.values())) + 1) * math.prod(shape) * like.element_size(), (rows, columns), memory
@@ -111,7 +108,8 @@ def _assemble(
             top, start = one[0] if one else 0, two[0] if two else 0
             with torch.no_grad(), full_precision(left.factors[0].g.device):
                 for name, layer in layers.items():
-                    block = layer_gram(layer, None if diagonal else others[name]).view(k, n, l, m) * math.sqrt(n * m)
+                    block = layer.gram() if diagonal else layer.gram_with(others[name])
+                    block = block.view(k, n, l, m) * math.sqrt(n * m)
                     total = totals[titles[name]]
                     total[:, top : top + n, :, start : start + m] += block
                     if symmetric and not diagonal:
@@ -165,41 +163,19 @@ def check_size(needed: int, sizes: tuple[int, int], memory: int) -> None:
         )
 
 
-Layer = list[tuple[Block, Factors]]  # the rows of one layer, R [(k n) p], in factors
-
-
-def layers_of(rows: KernelOperator) -> dict[str, Layer]:
-    """The layers of J/√N: all blocks whose names agree up to the last dot.
+def layers_of(rows: KernelOperator) -> dict[str, KernelOperator]:
+    """The rows of every layer: of all blocks whose names agree up to the last dot.
 
     The blocks of a layer may depend on the batch (with one example a bias looks like any other axis of size one); the
     layer does not.
     """
-    layers: dict[str, Layer] = defaultdict(list)
-    for block, factors in zip(rows.blocks, rows.factors, strict=True):
-        layers[block.names[0].rpartition(".")[0]].append((block, factors))
-    return layers
-
-
-def layer_gram(left: Layer, right: Layer | None) -> Tensor:
-    """R R'ᵀ [(k n) (l m)] of one layer at two sets of examples (None: the same); J is not formed."""
-    if right is None:
-        return reduce(torch.add, (f.gram() for _, f in left))
-    packed, other = ([(b.names, b.shape, b.keys, type(b.rule)) for b, _ in layer] for layer in (left, right))
-    if packed != other:
-        return _rows(left) @ _rows(right).T
-    return reduce(torch.add, (f.gram(h) for (_, f), (_, h) in zip(left, right, strict=True)))
-
-
-def _rows(layer: Layer) -> Tensor:
-    """R [(k n) p] in flattening order."""
-    packed = torch.cat([f.rows().flatten(0, 1) for _, f in layer], dim=1)
-    return packed[:, index_of([block for block, _ in layer]).argsort()]
-
-
-def gram(left: KernelOperator, right: KernelOperator) -> Tensor:
-    """R R'ᵀ [(k n) (l m)] of two sets of examples, summed over the layers."""
-    others = layers_of(right)
-    return reduce(torch.add, (layer_gram(layer, others[name]) for name, layer in layers_of(left).items()))
+    layers: dict[str, list[int]] = defaultdict(list)
+    for at, block in enumerate(rows.blocks):
+        layers[block.names[0].rpartition(".")[0]].append(at)
+    return {
+        name: replace(rows, blocks=tuple(rows.blocks[b] for b in which), factors=tuple(rows.factors[b] for b in which))
+        for name, which in layers.items()
+    }
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.geometry import value_and_differential
 from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_finite, is_number
 from natgrad.model import check_slots
@@ -106,21 +107,7 @@ def functional_gradient(
     """
     with torch.no_grad():
         y = f(x)
-    return KernelSum(kernel.at(x), centres_of(x), differentiated(loss, y)[1])
-
-
-def differentiated(loss: Callable[[Tensor], Tensor], y: Tensor) -> tuple[Tensor, Tensor]:
-    """L(y) [] and ∂L/∂y [n *out] of a loss of the outputs, which must be one number that depends on them."""
-    leaf = y.detach().requires_grad_()
-    with torch.enable_grad():
-        value = loss(leaf)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"the loss returned {shape}: it must be one number (reduce it by a sum or a mean)")
-    if not value.requires_grad:
-        raise ValueError("the loss does not depend on the outputs: it must be a differentiable function of them")
-    (gradient,) = torch.autograd.grad(value, leaf)
-    return value.detach().reshape(()), gradient
+    return KernelSum(kernel.at(x), centres_of(x), value_and_differential(loss, y)[1])
 
 
 def centres_of(x: Any) -> Tensor:
@@ -246,7 +233,7 @@ class FunctionalGradientDescent:
         self._function, self._losses, self._targets = f, losses, target.shape[1:]
 
     def _differentiated(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return differentiated(lambda outputs: self.loss(outputs, target), y)
+        return value_and_differential(lambda outputs: self.loss(outputs, target), y)
 
     def _step(self, t: int) -> float:
         η = self.step(t) if callable(self.step) else self.step

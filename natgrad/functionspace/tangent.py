@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.devices import full_precision
 from natgrad.errors import MemoryBoundError
-from natgrad.functionspace.ntk import check_size, gram, jacobian_rows, ntk
-from natgrad.functionspace.rkhs import differentiated
-from natgrad.geometry import Vector
+from natgrad.functionspace.ntk import check_size, jacobian_rows, ntk
+from natgrad.geometry import Vector, value_and_differential
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_damping, check_finite, eigh, svd
@@ -232,7 +231,7 @@ class TangentFrame:
         k, n = self.root.shape[:2]
         check_size(d * m * k * n * 8, (m, n), self.memory)
         with torch.no_grad(), full_precision(self.root.device):
-            inner = gram(rows.to(torch.float64), self.exact) * math.sqrt(m)  # J_x Uᵀ
+            inner = rows.to(torch.float64).gram_with(self.exact) * math.sqrt(m)  # J_x Uᵀ
             return (inner @ self.spectrum.directions).view(d, m, -1).transpose(0, 1)
 
 
@@ -413,7 +412,7 @@ class TangentSpace:
         ∇ℓ has the values K e at the points, e = ∂L/∂y. Over-parametrised and undamped, a step −ηw moves the outputs by
         −ηK e to first order: descent in the space of functions (Bai, Rosenberg & Xu 2022, proposition 5).
         """
-        e = differentiated(loss, self.y)[1]
+        e = value_and_differential(loss, self.y)[1]
         return self.project(torch.tensordot(self.K.to(e.dtype), e, dims=1), damping)
 
     def project(self, v: Tensor, damping: float = 0.0) -> Vector:

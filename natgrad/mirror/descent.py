@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import DomainError, GuaranteeError
+from natgrad.geometry import value_and_differential
 from natgrad.linalg import check_finite, is_number
 from natgrad.mirror.geometry import Everywhere, Region, RiemannianMetric
 from natgrad.mirror.potentials import Potential
@@ -237,7 +238,9 @@ class ProximalDescent(ABC):
         """Prog(x) []: the promised decrease."""
         self.check(x)
         with torch.no_grad():
-            return self.proposals(x.detach(), _value_and_differential(objective, x)[1])(self.constant)[1]
+            return self.proposals(x.detach(), value_and_differential(objective, x, "the objective", "x")[1])(
+                self.constant
+            )[1]
 
     def run(self, objective: Objective, x: Tensor, steps: int) -> Trace:
         """``steps`` steps from x."""
@@ -245,7 +248,7 @@ class ProximalDescent(ABC):
             raise ValueError(f"steps={steps!r} must be a positive integer")
         start = x = x.detach().clone()
         self.check(x)
-        α, (value, ω) = self.constant, _value_and_differential(objective, x)
+        α, (value, ω) = self.constant, value_and_differential(objective, x, "the objective", "x")
         check_finite(torch.stack([value, ω.sum()]), "the objective, or its differential, at the start")
         attempts: list[Attempt] = []
         with torch.no_grad():
@@ -269,7 +272,7 @@ class ProximalDescent(ABC):
         def attempt(α: float) -> Attempt:
             point, progress = propose(α)
             self.check(point)
-            there, differential = _value_and_differential(objective, point)
+            there, differential = value_and_differential(objective, point, "the objective", "x")
             return Attempt(step, α, value, point, there, differential, progress, rounding * (size + there.abs()))
 
         return attempt
@@ -401,20 +404,6 @@ def in_dual_chart(objective: Objective, potential: Potential) -> Objective:
     tensor(2.)
     """
     return lambda z: objective(potential.inverse_gradient(z))
-
-
-def _value_and_differential(objective: Objective, x: Tensor) -> tuple[Tensor, Tensor]:
-    """f(x) [] and df(x), of the shape of x."""
-    leaf = x.detach().requires_grad_()
-    with torch.enable_grad():
-        value = objective(leaf)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"the objective returned {shape}: it must be one number, a function of x")
-    if not value.requires_grad:
-        raise ValueError("the objective does not depend on x: it must be a differentiable function of it")
-    (ω,) = torch.autograd.grad(value, leaf)
-    return value.detach().reshape(()), ω
 
 
 def _check_policy(policy: Policy) -> None:

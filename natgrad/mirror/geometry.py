@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
 
@@ -170,23 +169,13 @@ class PulledBack(RiemannianMetric):
         return lambda θ: loss(self._model(unflatten(θ, self._model.params), self.inputs))
 
     def at(self, x: Tensor) -> InnerProduct:
-        there = self._moved(unflatten(x.detach(), self._model.params))
+        there = self._model.copied().at(unflatten(x.detach(), self._model.params))
         G = self.structure.estimate(pullback(there, self.inputs, self.metric, self.target))
         return InnerProduct(G, self.solver, self.damping)
 
     def check(self, x: Tensor) -> None:
         if x.shape != (self._model.size,):
             raise ValueError(f"a point of this model is θ flattened, [{self._model.size}], got shape {tuple(x.shape)}")
-
-    def _moved(self, params: Mapping[str, Tensor]) -> Model:
-        """The model at other parameters: a copy, since layer rules read the parameters of the module."""
-        if self._model.module is None:
-            return replace(self._model, params=dict(params))
-        moved = Model.of(copy.deepcopy(self._model.module), None, self._model.output, self._model.examples)
-        with torch.no_grad():
-            for name, p in moved.params.items():
-                p.copy_(params[name])
-        return moved
 
 
 def compatibility(metric: RiemannianMetric, points: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from natgrad.functionspace import (
     layer_ntks,
     ntk,
 )
-from natgrad.functionspace.ntk import layer_gram
 from natgrad.pullbacks import Factors
 from tests import memory, oracle, zoo
 from tests.functionspace.tangents import EVERY, KERNEL, dense, framed, network
@@ -121,10 +121,9 @@ def test_a_layer_that_is_packed_in_another_way_at_other_points_has_the_same_gram
     rows = ng.Kernel().estimate(ng.pullback(nn.Linear(3, 2).double(), normal(4, 3), ng.Euclidean()))
     R = rows.rows()  # [(k n) p]
     (block,) = rows.blocks
-    plain = [(block.without_rule(), Factors.of_rows(R.view(2, 4, -1)))]
-    ruled = [(block, rows.factors[0])]
-    close(layer_gram(ruled, plain), R @ R.T)
-    close(layer_gram(plain, ruled), R @ R.T)
+    plain = replace(rows, blocks=(block.without_rule(),), factors=(Factors.of_rows(R.view(2, 4, -1)),))
+    close(rows.gram_with(plain), R @ R.T)
+    close(plain.gram_with(rows), R @ R.T)
 
 
 def test_a_step_of_gradient_descent_moves_the_outputs_by_the_kernel_times_the_error() -> None:
