@@ -31,12 +31,9 @@ _AXES = frozenset(
         *("shifts", "repeats", "offset", "diagonal"),
     )
 )
-# And those that depend on sizes, or on the places of entries.
-_SIZES = frozenset(
-    f"_saved_{name}"
-    for name in (
-        *("start", "end", "step", "split_size", "split_sizes", "size", "stride", "storage_offset", "self_sym_sizes"),
-    )
+# And those that say which entries of its argument it takes.
+_PLACES = frozenset(
+    f"_saved_{name}" for name in ("start", "end", "step", "split_size", "split_sizes", "stride", "storage_offset")
 )
 
 
@@ -49,19 +46,6 @@ def output_shape(node: Any, output: int = 0) -> tuple[int, ...]:
     return tuple(node._input_metadata[output].shape)
 
 
-def argument(node: Any, *names: str, default: Any = None) -> Any:
-    """The first of these arguments of its operation that a node saved.
-
-    >>> argument(torch.ones(2, 3, requires_grad=True).softmax(1).grad_fn, "dim")
-    1
-    """
-    for name in names:
-        key = f"_saved_{name}"
-        if hasattr(node, key):
-            return getattr(node, key)
-    return default
-
-
 def output_shapes(nodes: Sequence[Any], outputs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
     """The shapes of outputs, each of the number of a node and its own: one call for a graph, in every estimate."""
     return [tuple(nodes[at]._input_metadata[number].shape) for at, number in outputs]
@@ -72,16 +56,17 @@ def axis_arguments(nodes: Iterable[Any]) -> list[object]:
     return [getattr(node, key) for node in nodes for key in _keys(type(node))[0]]  # type: ignore[arg-type]
 
 
-def size_arguments(nodes: Iterable[Any]) -> list[object]:
-    """The sizes and places that nodes saved. No tensors, which may be freed."""
-    return [getattr(node, key) for node in nodes for key in _keys(type(node))[1]]  # type: ignore[arg-type]
+def place_arguments(nodes: Iterable[Any]) -> list[tuple[int, ...]]:
+    """The places that nodes saved, of those that take some entries. No tensors, which may be freed."""
+    saved = [getattr(node, key) for node in nodes for key in _keys(type(node))[1]]  # type: ignore[arg-type]
+    return [tuple(value) if isinstance(value, (tuple, list)) else (value,) for value in saved]
 
 
 @cache
 def _keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """There are few types of nodes, and every estimate asks."""
     saved = vars(kind)
-    return tuple(sorted(_AXES.intersection(saved))), tuple(sorted(_SIZES.intersection(saved)))
+    return tuple(sorted(_AXES.intersection(saved))), tuple(sorted(_PLACES.intersection(saved)))
 
 
 def edge_of(output: Tensor) -> GradientEdge:

@@ -1,152 +1,35 @@
 """Find the batch axis of every layer call; without one the layer's rule does not apply.
 
-A shape does not show the batch axis: a model may swap its axes (t positions, and t happens to be n), sort its examples
-and put them back, or apply a layer to a table with n rows. For most layers the operations of the graph prove it
-(``prove_batch_axes``). For the others cotangents show it: scaling example n by c_n must scale row n of every g by c_n,
-and nothing else.
+A probe shows it (``natgrad.pullbacks.row_examples``), once for every form of graph (``StatusCache``).
 
 Most rules want the batch on the first axis. A rule that treats leading axes alike (``Rule.leading``) gets a view with
 the batch axis moved there (``Use.with_batch_first``): torch's transformers and recurrences have it second.
+
+An embedding without examples, ``wte(tokens) + wpe(arange(t))``, is to its rule as if every example had asked the table:
+the use moves to where its output is added to the examples (``Tape.with_tables``). There the cotangents of all examples
+add up to its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.autograd_nodes import VIEWS, WRITTEN_VIEW, output_shape
+from natgrad.accelerate.autograd_nodes import VIEWS, WRITTEN_VIEW
 from natgrad.errors import NonFiniteError, UncoveredError
 from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, plain_name, tensors_of
-from natgrad.pullbacks.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, size_pattern, survey
+from natgrad.pullbacks.graph import Survey, leaf_below, size_pattern, survey
 from natgrad.pullbacks.layer import Block
-from natgrad.pullbacks.tape import Tape, Use
+from natgrad.pullbacks.row_examples import BatchAxis, Probe
+from natgrad.pullbacks.tape import Place, Tape, Use, shapes_at
 from natgrad.rules.base import Replayed, cotangent_features, replaying
-
-# The batch axis, proven from the operations alone.
-#
-# Outputs y [n *out] have their batch axis first. Going down from y, every operation says on which axis of its arguments
-# the batch lies (``natgrad.pullbacks.graph``): an entry of example n there changes the output of example n only. A node
-# is proven if all paths from y to it agree. A module that hides its layers (a fused recurrence, attention) is passed
-# over, from its output to its input: its rule says that it does not mix examples.
-
-
-FORK = "ForkBackward"
-
-# Where a row goes depends on numbers that the graph does not name.
-DATA_DEPENDENT = frozenset(
-    f"{name}Backward{version}"
-    for version in range(4)
-    for name in (
-        *("Index", "IndexSelect", "Gather", "Take", "Scatter", "ScatterAdd", "IndexPut", "IndexAdd", "IndexCopy"),
-        *("MaskedSelect", "MaskedScatter", "Sort", "Topk", "Permutation", "PackPaddedSequence", "IndexFill", "Unique"),
-    )
-)
-
-
-@final
-@dataclass(frozen=True)
-class ProvenAxes:
-    """The nodes below y, ``reached``, and the batch axis of each node for which the graph proves it, ``axes``.
-
-    ``any_size``: whether the proof holds for graphs of the same form whatever their sizes are, as long as the same
-    sizes agree (``size_pattern``).
-    """
-
-    axes: Mapping[Any, BatchAxis]
-    reached: frozenset[Any]
-    any_size: bool
-
-    def reaches(self, use: Use) -> bool:
-        """Whether y depends on an output of a use."""
-        return any(edge is not None and edge.node in self.reached for edge in use.edges)
-
-    @cached_property
-    def overwritten(self) -> frozenset[Any]:
-        """The nodes whose outputs were changed in place through a view of them."""
-        return frozenset(node.next_functions[0][0] for node in self.reached if node.name() == WRITTEN_VIEW)
-
-    def bypasses(self, use: Use) -> bool:
-        """Whether y depends on an output of a use around its edge, as ``h *= h.sigmoid()`` with a view h does.
-
-        The edge is that of the view: the output of a linear layer on [n t i] is one of ``addmm``. What is written to
-        the view goes to the memory below it, and a part of the cotangent comes from there.
-        """
-        return bool(self.overwritten) and any(edge is not None and self._is_bypassed(edge.node) for edge in use.edges)
-
-    def _is_bypassed(self, node: Any) -> bool:
-        while node is not None and node.name().startswith(VIEWS):
-            node = node.next_functions[0][0]
-            if node in self.overwritten:
-                return True
-        return False
-
-    def axis(self, use: Use) -> BatchAxis | None:
-        """The proven batch axis of the output of a use.
-
-        None for modules with several outputs in use: a recurrence has its last state on other axes.
-        """
-        reached = [edge is not None and edge.node in self.reached for edge in use.edges]
-        first = use.edges[0]
-        return None if first is None or any(reached[1:]) else self.axes.get(first.node)
-
-
-def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
-    """Follow the batch axis from y [n *out] down the graph."""
-    n = y.shape[0]
-    hiding = {(use.edges[0].node, use.edges[0].output_nr): use for use in uses if use.edges[0] and use.source}
-    axes: dict[Any, BatchAxis] = {}
-    passed: dict[Any, Any] = {}
-    doubtful: list[Any] = []
-    any_size = n > 1
-    visited: set[tuple[Any, int]] = set()
-    stack: list[tuple[Any, int, BatchAxis]] = [(y.grad_fn, y.output_nr, BatchAxis(0))]
-    while stack:
-        node, output, axis = stack.pop()
-        if node is None or leaf_below(node) is not None:
-            continue
-        if axes.setdefault(node, axis) != axis:
-            doubtful.append(node)
-        if (node, output) in visited:
-            continue
-        visited.add((node, output))
-        use = hiding.get((node, output))
-        if use is not None and use.source is not None and _passes_batch(use, axis, n):
-            passed[node] = use.source.node
-            stack.append((use.source.node, use.source.output_nr, axis))
-            continue
-        for at, (child, number) in enumerate(node.next_functions):
-            if child is None or leaf_below(child) is not None:
-                continue
-            if at == 0 and node.name() == FORK:  # the path of the user's gradient
-                continue
-            step = GraphStep(node, at, axis, n, output_shape(node, output), output_shape(child, number))
-            argument = below(step)
-            any_size = any_size and (not step.reshapes or axis.stays(argument, step.result, step.argument, n))
-            if argument is None:
-                doubtful.append(child)
-            else:
-                stack.append((child, number, argument))
-    for top, source in passed.items():  # what lies inside a module that was passed over must not be reached otherwise
-        doubtful += axes.keys() & set(nodes([child for child, _ in top.next_functions], stop={source}))
-    wrong = set(nodes(doubtful))
-    proven = {node: axis for node, axis in axes.items() if node not in wrong}
-    return ProvenAxes(proven, frozenset(nodes([y.grad_fn])), any_size)
-
-
-def _passes_batch(use: Use, axis: BatchAxis, n: int) -> bool:
-    """Whether a module that hides its layers has the batch on this axis of its output and of its input."""
-    given = use.call.x.shape
-    return (
-        axis == BatchAxis(axis.index)
-        and use.rule.batch_axis(use.module, use.call) == axis.index < min(len(use.shape), len(given))
-        and use.shape[axis.index] == given[axis.index] == n
-    )
+from natgrad.rules.embedding import EmbeddingRule
 
 
 @final
@@ -154,126 +37,197 @@ def _passes_batch(use: Use, axis: BatchAxis, n: int) -> bool:
 class BatchAxes:
     """The batch axes of the uses of a tape, by their positions in ``Tape.uses``.
 
+    ``tables``: embeddings without examples, and where these are, by their positions before they are moved there.
     ``missing``: uses without a batch axis. ``idle``: uses on whose output y does not depend. ``axes``: uses whose batch
     axis must be moved to the front. All others have it where their rule expects it. ``certain``: whether the result
-    holds for every pass with the same graph; without cotangents it does not. ``any_size``: whether it holds for every
-    pass with a graph of the same form, whatever the sizes are.
+    holds for every pass with the same graph; without cotangents it does not.
     """
 
+    tables: Mapping[int, Sequence[Place]] = field(default_factory=dict)
     missing: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
     axes: Mapping[int, BatchAxis] = field(default_factory=dict)
     certain: bool = True
-    any_size: bool = False
 
     @property
     def without_rule(self) -> frozenset[int]:
         """The uses to which no rule applies."""
         return self.missing | self.idle
 
+    @property
+    def any_size(self) -> bool:
+        """Whether they hold for every graph of the same form, where sizes agree as they do here, and ``fit`` holds.
 
-def find_batch_axes(tape: Tape) -> BatchAxes:
-    """The batch axis of every layer call of a tape."""
+        Of an axis (n after) of a reshaped tensor the number of entries before the examples is one whatever n is. Of
+        (before n after) it is a size.
+        """
+        return all(axis.before == 1 for axis in self.axes.values())
+
+    def fit(self, tape: Tape) -> bool:
+        """Whether the uses of a tape, whose tables have been moved, can have their examples on these axes."""
+        n = tape.y.shape[0]
+        return all(tape.uses[number].supports_axis(axis, n) for number, axis in self.axes.items())
+
+
+def find_batch_axes(tape: Tape, graph: Survey) -> BatchAxes:
+    """The batch axis of every layer call of a tape, and where tables without examples are added to them."""
     if not tape.uses or not tape.y.requires_grad:
         return BatchAxes()
-    n, graph = tape.y.shape[0], prove_batch_axes(tape.y, tape.uses)
-    axes: dict[int, BatchAxis] = {}
+    n, probe = tape.y.shape[0], Probe.of(tape.y.detach(), tape.half)
+    tables = _tables(tape, graph, probe.s[None])
+    tape = tape.with_tables(tables, graph.nodes)
+    reached = frozenset(graph.nodes)
+    overwritten = frozenset(node.next_functions[0][0] for node in graph.nodes if node.name() == WRITTEN_VIEW)
     unsure: dict[int, list[BatchAxis | None]] = {}
     missing, idle = set(), set()
-    for at, use in enumerate(tape.uses):
-        home, proven = use.rule.batch_axis(use.module, use.call), graph.axis(use)
-        if not graph.reaches(use):
-            idle.add(at)
-        elif graph.bypasses(use):
-            missing.add(at)
-        elif _at_home(use, n) and (n == 1 or (proven is not None and proven.index == home)):
-            continue
-        elif proven is not None and use.supports_axis(proven, n):
-            axes[at] = proven
-        elif options := _options(use, n):
-            unsure[at] = options
+    axes: dict[int, BatchAxis | None] = {}
+    for number, use in enumerate(tape.uses):
+        options = _options(use, n)
+        if not any(edge is not None and edge.node in reached for edge in use.edges):
+            idle.add(number)
+        elif not options or any(edge is not None and _is_bypassed(edge.node, overwritten) for edge in use.edges):
+            missing.add(number)
+        elif n == 1:
+            axes[number] = options[0]
         else:
-            missing.add(at)
-    if not unsure:
-        return BatchAxes(frozenset(missing), frozenset(idle), axes, any_size=graph.any_size)
-    probed, certain = _probe_axes(tape, unsure)
-    axes |= {at: axis for at, axis in probed.items() if axis is not None}
-    return BatchAxes(frozenset(missing | unsure.keys() - probed.keys()), frozenset(idle), axes, certain)
-
-
-def _at_home(use: Use, n: int) -> bool:
-    """Whether the batch may be where the rule expects it."""
-    home = use.rule.batch_axis(use.module, use.call)
-    return home is None or (len(use.shape) > max(home, 1) and use.shape[home] == n)
+            unsure[number] = options
+    certain = True
+    if unsure:
+        shown = probe.show(lambda s: _rows(tape, s, list(unsure)))
+        for (number, options), g in zip(unsure.items(), shown, strict=True):
+            label = probe.labels(g.flatten(2))
+            fitting = [] if label is None else [axis for axis in options if _agrees(label, axis, tape.uses[number], n)]
+            if fitting:
+                axes[number] = fitting[0]
+            else:
+                missing.add(number)
+            # Zero cotangents tell nothing, and few may be on two axes.
+            certain = certain and (label is None or bool((label >= 0).any())) and len(fitting) < 2
+    elsewhere = {number: axis for number, axis in axes.items() if axis is not None}
+    return BatchAxes(tables, frozenset(missing), frozenset(idle), elsewhere, certain)
 
 
 def _options(use: Use, n: int) -> list[BatchAxis | None]:
     """The possible batch axes; None is the one that the rule expects."""
-    home = use.rule.batch_axis(use.module, use.call)
-    others = [BatchAxis(at) for at, size in enumerate(use.shape) if size == n and at != home]
-    return [*([None] if _at_home(use, n) else []), *(axis for axis in others if use.supports_axis(axis, n))]
+    home, shape = use.rule.batch_axis(use.module, use.call), use.shape
+    at_home = home is None or (len(shape) > max(home, 1) and shape[home] == n)
+    axes = [
+        BatchAxis(index, before)
+        for index in range(use.rule.leading(use.module, shape))
+        for before in range(1, shape[index] // n + 1)
+        if shape[index] % (before * n) == 0 and not (index == home and shape[index] == n and at_home)
+    ]
+    return [*([None] if at_home else []), *sorted(axes, key=lambda axis: shape[axis.index] != n)]
 
 
-def _probe_axes(
-    tape: Tape, unsure: Mapping[int, Sequence[BatchAxis | None]]
-) -> tuple[dict[int, BatchAxis | None], bool]:
-    """The first axis of each use on which cotangents show the batch, if any, and whether that is certain.
-
-    It is not certain if cotangents are zero, or if they show the batch on more than one axis.
-    """
-    generator = torch.Generator().manual_seed(0)
-    s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64, device=generator.device).to(tape.y)
-    once, left = tape.output_cotangents(s.unsqueeze(0)), {at: list(options) for at, options in unsure.items()}
-    for c in _codes(tape.y):
-        scaled = tape.output_cotangents((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
-        for at, options in left.items():
-            left[at] = [axis for axis in options if _shown(tape, at, axis, once[at], scaled[at], c)]
-    alive = {at: [_alive(tape, at, axis, once[at]) for axis in options] for at, options in left.items()}
-    nonzero = all(any(bool(g.any()) for g in once[at]) for at in unsure)
-    certain = nonzero and all(len(each) < 2 or each[0] for each in alive.values())
-    return {at: options[0] for at, options in left.items() if options}, certain
+def _rows(tape: Tape, s: Tensor, numbers: Sequence[int]) -> list[Tensor]:
+    """Cotangents [r 1 ·] of uses: a row for every entry of the axes that may be that of the batch."""
+    outer = tape.output_cotangents(s, numbers)
+    return [_rows_of(tape, number, outer[number]) for number in numbers]
 
 
-def _codes(y: Tensor) -> Iterator[Tensor]:
-    """Scales c [n] that tell all examples of y apart, together: powers of two, which are exact in every precision."""
-    number, n = torch.arange(y.shape[0], device=y.device), y.shape[0]
-    while True:
-        yield 2.0 ** (number % 8).to(y)
-        number, n = number // 8, -(-n // 8)
-        if n <= 1:
-            return
-
-
-def _shown(
-    tape: Tape, at: int, axis: BatchAxis | None, once: tuple[Tensor, ...], scaled: tuple[Tensor, ...], c: Tensor
-) -> bool:
-    """Whether the cotangents of a use are scaled by c along an axis, as its examples are."""
-    return all(
-        _scales(g, h, c) for g, h in zip(_rows(tape, at, axis, once), _rows(tape, at, axis, scaled), strict=True)
-    )
-
-
-def _alive(tape: Tape, at: int, axis: BatchAxis | None, outer: tuple[Tensor, ...]) -> bool:
-    """Whether every example has cotangents there."""
-    return all(bool(g.any(1).all()) for g in _rows(tape, at, axis, outer))
-
-
-def _scales(g: Tensor, h: Tensor, c: Tensor) -> bool:
-    """Whether h [n ·] is c [n] times g."""
-    if g.shape[0] != c.shape[0]:
-        return False
-    expected = c[:, None] * g
-    return not bool(((h - expected).norm(dim=1) > torch.finfo(c.dtype).eps ** 0.5 * expected.norm(dim=1)).any())
-
-
-def _rows(tape: Tape, at: int, axis: BatchAxis | None, outer: tuple[Tensor, ...]) -> list[Tensor]:
-    """g [n ·] of every layer of a use, a row an example, if these are on the axis."""
-    use = tape.uses[at]
+def _rows_of(tape: Tape, number: int, outer: tuple[Tensor, ...]) -> Tensor:
+    use = tape.uses[number]
+    lead, home = use.rule.leading(use.module, use.shape), use.rule.batch_axis(use.module, use.call)
+    if lead:
+        return outer[0][0].flatten(0, lead - 1).flatten(1).unsqueeze(1)
     if isinstance(use.rule, Replayed):
-        return [g.dense()[0].flatten(1) for g in tape.inner_cotangents(at, outer).values()]
-    g = outer[0] if axis is None else axis.move_to_front(outer[0], tape.y.shape[0], 1)
-    layers = use.rule.layers(use.module)
-    return [cotangent_features(use.rule, use.module, keys, g).dense()[0].flatten(1) for keys in layers]
+        features = list(tape.inner_cotangents(number, outer).values())
+    elif home is not None:
+        return outer[0][0].movedim(home, 0).flatten(1).unsqueeze(1)
+    else:
+        layers = use.rule.layers(use.module)
+        features = [cotangent_features(use.rule, use.module, keys, outer[0]) for keys in layers]
+    return torch.cat([g.dense()[0].flatten(1) for g in features], dim=1).unsqueeze(1)
+
+
+def _agrees(label: Tensor, axis: BatchAxis | None, use: Use, n: int) -> bool:
+    """Whether rows have the examples that the axis says."""
+    lead = use.rule.leading(use.module, use.shape)
+    if not lead:
+        return len(label) == n and bool(((label == torch.arange(n, device=label.device)) | (label < 0)).all())
+    axis = axis or BatchAxis(use.rule.batch_axis(use.module, use.call) or 0)
+    labels, size = label.view(use.shape[:lead]), use.shape[axis.index]
+    examples = axis.examples(size, n, label.device).view(-1, *[1] * (lead - axis.index - 1))
+    return bool(((labels == examples) | (labels < 0)).all())
+
+
+def _is_bypassed(node: Any, overwritten: Collection[Any]) -> bool:
+    """Whether y depends on an output around its edge, as ``h *= h.sigmoid()`` with a view h does.
+
+    The edge is that of the view: the output of a linear layer on [n t i] is one of ``addmm``. What is written to the
+    view goes to the memory below it, and a part of the cotangent comes from there. ``overwritten``: the nodes whose
+    outputs were changed in place through a view of them.
+    """
+    while overwritten and node is not None and node.name().startswith(VIEWS):
+        node = node.next_functions[0][0]
+        if node in overwritten:
+            return True
+    return False
+
+
+# Embeddings without examples.
+
+
+def _tables(tape: Tape, graph: Survey, s: Tensor) -> dict[int, Sequence[Place]]:
+    """Where the outputs of embeddings without examples are added to the examples; s [1 n *out]."""
+    n = tape.y.shape[0]
+    asked = [
+        number
+        for number, use in enumerate(tape.uses)
+        if n > 1 and type(use.rule) is EmbeddingRule and use.edges[0] and _may_lack_examples(use.call.x.shape, n)
+    ]
+    if not asked:
+        return {}
+    readers: dict[Any, list[Place]] = {}
+    for number, node in enumerate(graph.nodes):
+        for argument, (child, _) in enumerate(node.next_functions):
+            readers.setdefault(child, []).append((number, argument))
+    tables = {number: places for number in asked if (places := _places(tape.uses[number], graph, readers, n))}
+    outer = tape.output_cotangents(s, tables)
+    return {number: each for number, each in tables.items() if _add_up(tape, number, each, graph, s, outer[number][0])}
+
+
+def _places(use: Use, graph: Survey, readers: Mapping[Any, Sequence[Place]], n: int) -> Sequence[Place]:
+    """The operations that broadcast the output of a use over n examples; none where it is used otherwise, too."""
+    assert use.edges[0] is not None
+    places: list[Place] = []
+    stack, visited = [use.edges[0].node], {use.edges[0].node}
+    while stack:
+        for place in readers.get(stack.pop(), ()):
+            node, (u, z) = graph.nodes[place[0]], shapes_at(place, graph.nodes)
+            if u.numel() == z.numel():  # perhaps a reshape
+                stack += [node] if node not in visited else []
+                visited.add(node)
+            elif u[-1:] == z[-1:] == use.shape[-1:] and _is_broadcast(u, z, n):
+                places.append(place)
+            else:
+                return ()
+    return places
+
+
+def _is_broadcast(u: torch.Size, z: torch.Size, n: int) -> bool:
+    """Whether a tensor of shape u broadcasts to z, with n examples on an axis where it has none."""
+    wide = (1,) * (len(z) - len(u)) + tuple(u)
+    pairs = list(zip(wide, z, strict=len(u) <= len(z)))
+    return all(one in (1, size) for one, size in pairs) and any(one == 1 and size == n for one, size in pairs[:-1])
+
+
+def _add_up(tape: Tape, number: int, places: Sequence[Place], graph: Survey, s: Tensor, g: Tensor) -> bool:
+    """Whether the cotangent of a use is the sum of those at these places."""
+    moved = tape.with_tables({number: places}, graph.nodes)
+    there = moved.output_cotangents(s, range(number, number + len(places)))
+    sums = (
+        there[number + k][0][0].sum_to_size(shapes_at(place, graph.nodes)[0]).flatten()
+        for k, place in enumerate(places)
+    )
+    g = g.flatten()
+    return bool((g - sum(sums, torch.zeros_like(g))).norm() <= torch.finfo(g.dtype).eps ** 0.5 * g.norm())
+
+
+def _may_lack_examples(index: Sequence[int], n: int) -> bool:
+    """Whether an index of this shape may have no examples, n: it has no axis of theirs, or one of one."""
+    return len(index) <= 1 or index[0] != n or 1 in index[1:]
 
 
 _REENTRANT = "CheckpointFunctionBackward"
@@ -297,21 +251,52 @@ def check_reentrant_checkpoint(model: Model, names: Collection[str], counts: Map
 # Which layers can use their rule in a pass, cached by graph signature.
 
 
+_FORMS = 256  # of graphs that are remembered
+# Where a row goes depends on numbers that the graph does not name.
+_DATA_DEPENDENT = frozenset(
+    f"{name}Backward{version}"
+    for version in range(4)
+    for name in (
+        *("Index", "IndexSelect", "Gather", "Take", "Scatter", "ScatterAdd", "IndexPut", "IndexAdd", "IndexCopy"),
+        *("MaskedSelect", "MaskedScatter", "Sort", "Topk", "Permutation", "PackPaddedSequence", "IndexFill", "Unique"),
+    )
+)
+
+
+def _orders_by_data(graph: Survey) -> bool:
+    """Whether an operation puts rows where the data says, other than those of a parameter."""
+    if _DATA_DEPENDENT.isdisjoint(graph.names):
+        return False
+    ordered = (node for node in graph.nodes if node.name() in _DATA_DEPENDENT)
+    return any(child is not None and leaf_below(child) is None for node in ordered for child, _ in node.next_functions)
+
+
+@final
+@dataclass(frozen=True)
+class Shown:
+    """What probes have shown of graphs of one form: the batch axes of layers, and of ``operations`` by their shapes."""
+
+    axes: BatchAxes
+    operations: dict[Hashable, Any] = field(default_factory=dict)
+
+
+_SHOWN: WeakKeyDictionary[nn.Module, LRU[Hashable, Shown]] = WeakKeyDictionary()
+
+
 @final
 @dataclass(frozen=True)
 class LayerStatus:
     """Which of the layers ``given`` can use their rule in a pass.
 
     ``blocks``: the layers, without their rule if it does not apply. ``unused``: the layers that the pass did not use,
-    by their first name. ``unreached``: all parameters that the outputs of the whole batch do not depend on. ``axes``:
-    the batch axes to move to the front (``Tape.with_batch_first``).
+    by their first name. ``unreached``: all parameters that the outputs do not depend on.
     """
 
     given: list[Block]
     blocks: list[Block]
     unused: Mapping[str, Block]
     unreached: frozenset[str]
-    axes: Mapping[int, BatchAxis]
+    shown: Shown
     memo: dict[Hashable, Any] = field(default_factory=dict)  # a cache for others, shared by passes with the same graph
 
 
@@ -320,49 +305,72 @@ class StatusCache:
     """The status of layers, cached by graph signature, for a model that is called repeatedly.
 
     The signature is all that decides: the form of the graph, with the parameters that enter it in order, the calls of
-    the layers, and which sizes agree. The sizes themselves belong to it only where the proof needed them: a loop whose
-    batches change their length is judged once. A graph that moves examples by an index that depends on the data is
-    never cached.
+    the layers, and which sizes agree. The sizes themselves belong to it only where examples are folded behind other
+    axes: a loop whose batches change their length is probed once. What a module's probes have shown is remembered for
+    as long as it lives. A graph that moves examples by an index that depends on the data is never cached.
     """
 
     def __init__(self) -> None:
-        self._statuses: LRU[Hashable, LayerStatus] = LRU(capacity=256)
+        self._statuses: LRU[Hashable, LayerStatus] = LRU(capacity=_FORMS)
         self._last: tuple[Any, LayerStatus] | None = None  # what the last graph was like, sizes and all, and its status
+        self._shown: LRU[Hashable, Shown] = LRU(capacity=_FORMS)  # of a function, which has no module
 
-    def of(self, model: Model, blocks: list[Block], tape: Tape) -> LayerStatus:
+    def of(self, model: Model, blocks: list[Block], tape: Tape) -> tuple[LayerStatus, Tape]:
+        """The status, and the tape with the batch in front."""
         graph = survey(tape.y)
         calls, shapes = _signature(tape.uses)
-        shapes = [tuple(tape.y.shape), *shapes, *graph.shapes]
+        shapes = [tuple(tape.y.shape), *shapes, *graph.shapes, *graph.places]
         form = (graph.form, calls, tape.operations is None)
         # A training loop shows the same graph again and again: to compare it takes less time than to hash it.
         if self._last is not None and self._last[0] == (form, shapes) and self._last[1].given == blocks:
-            return self._last[1]
-        pattern = (form, size_pattern(shapes))
-        status = self._statuses.get(pattern)
-        if status is not None and status.given == blocks:
-            self._last = (form, shapes), status
-            return status
-        exact = (form, tuple(shapes), graph.sizes)
-        status = self._statuses.get(exact)
-        if status is not None and status.given == blocks:
-            return status
+            return self._last[1], _placed(tape, self._last[1], graph)
+        keys = (form, size_pattern(shapes)), (form, tuple(shapes))
+        for key in keys:
+            status = self._statuses.get(key)
+            if status is not None and status.given == blocks:
+                placed = _placed(tape, status, graph)
+                if status.shown.axes.fit(placed):
+                    self._last = (form, shapes), status
+                    return status, placed
         check_reentrant_checkpoint(model, graph.names, graph.counts)
-        batch_axes = find_batch_axes(tape)
-        status = _status(model, blocks, tape, graph, batch_axes)
-        if batch_axes.certain and DATA_DEPENDENT.isdisjoint(graph.names):
-            # What is known of recorded operations, in ``memo``, depends on their sizes.
-            self._statuses[pattern if batch_axes.any_size and tape.operations is None else exact] = status
-        return status
+        shown, kept = self._look(model, tape, graph, keys)
+        status = _status(model, blocks, tape, graph, shown)
+        if kept is not None:
+            self._statuses[kept] = status
+        return status, _placed(tape, status, graph)
+
+    def _look(
+        self, model: Model, tape: Tape, graph: Survey, keys: tuple[Hashable, Hashable]
+    ) -> tuple[Shown, Hashable | None]:
+        """What probes show, now or earlier, and the key of all graphs for which that holds; None if it holds once."""
+        known = self._shown if model.module is None else _SHOWN.setdefault(model.module, LRU(capacity=_FORMS))
+        for key in keys:
+            shown = known.get(key)
+            if shown is not None and shown.axes.fit(tape.with_tables(shown.axes.tables, graph.nodes)):
+                return shown, key
+        shown = Shown(find_batch_axes(tape, graph))
+        if not shown.axes.certain or _orders_by_data(graph):
+            return shown, None
+        key = keys[not shown.axes.any_size or keys[0] in known]
+        known[key] = shown
+        return shown, key
 
 
-def _status(model: Model, given: list[Block], tape: Tape, graph: Survey, batch_axes: BatchAxes) -> LayerStatus:
-    wrong = batch_axes.without_rule
+def _placed(tape: Tape, status: LayerStatus, graph: Survey) -> Tape:
+    """The tape with the tables and the batch axes of a status, and what it remembers."""
+    axes = status.shown.axes
+    tape = tape.with_tables(axes.tables, graph.nodes).with_batch_first(axes.axes)
+    return replace(tape, memo=status.memo, shown=status.shown.operations)
+
+
+def _status(model: Model, given: list[Block], tape: Tape, graph: Survey, shown: Shown) -> LayerStatus:
+    wrong, tape = shown.axes.without_rule, tape.with_tables(shown.axes.tables, graph.nodes)
     blocks = [b if b.rule is None or tape.complete(b, graph.counts, wrong) else b.without_rule() for b in given]
     unreached = graph.unreached(tape.leaves or model.params)
     # Nothing that the pass returned depends on them, whether or not the layer was called.
     unused = {b.names[0]: b for b in given if unreached.issuperset(b.names)}
     blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]
-    return LayerStatus(list(given), blocks, unused, unreached, batch_axes.axes)
+    return LayerStatus(list(given), blocks, unused, unreached, shown)
 
 
 def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[int, ...]]]:
@@ -371,7 +379,7 @@ def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[in
     calls: list[Hashable] = []
     shapes: list[tuple[int, ...]] = []
     for use in uses:
-        calls.append(id(use.of.module))
+        calls += id(use.of.module), type(use.of.rule)
         calls.extend(use.of.entries)
         shapes += use.shapes
         if hiding and type(use.of.rule) in hiding:  # how often its parameters enter, and what it was given

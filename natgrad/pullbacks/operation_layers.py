@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from typing import Any, Literal, TypeAlias, cast, final
 
@@ -25,121 +24,13 @@ from natgrad.accelerate.autograd_nodes import without_hooks
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import pulled
 from natgrad.model import Model
+from natgrad.pullbacks.graph import size_pattern
 from natgrad.pullbacks.layer import Block, Facet, ParameterSlice
 from natgrad.pullbacks.operations import Operand, Operation, missed
+from natgrad.pullbacks.row_examples import Probe, RowExamples
 from natgrad.pullbacks.tape import Ruled, Tape, Use
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, OneHot, Rows
-
-# The example of every row.
-
-
-@final
-@dataclass(frozen=True)
-class Owners:
-    """Which of n examples the rows of an operation belong to: row-major [before n after], or any ``index`` [rows].
-
-    ``pairs``: the groups c of a row belong to different examples (experts with a capacity); these are the owners of
-    rows and groups (r c) among all pairs (n c).
-    """
-
-    n: int
-    before: int = 1
-    index: Tensor | None = None
-    pairs: Owners | None = None
-
-    def by_group(self, rows: int, c: int, device: torch.device) -> Owners:
-        """These owners are those of rows and groups (r c)."""
-        index = self.index
-        if index is None:
-            index = torch.arange(rows * c, device=device) // (rows * c // self.n // self.before) % self.n
-        pairs = Owners(self.n * c, index=index * c + torch.arange(c, device=device).repeat(rows))
-        return replace(self, pairs=pairs)
-
-    def rows(self, t: Tensor, axis: int = 0) -> Tensor:
-        """The rows of every example on axes [n r] of their own, zeros where an example has fewer than another."""
-        if self.pairs is not None:
-            by_pair = self.pairs.rows(t.flatten(axis, axis + 1), axis)
-            return by_pair.unflatten(axis, (self.n, -1)).transpose(axis + 1, axis + 2)
-        if self.index is None:
-            return t.unflatten(axis, (self.before, self.n, -1)).movedim(axis + 1, axis).flatten(axis + 1, axis + 2)
-        slots = self._slots.to(t.device)
-        t = torch.cat([t, t.new_zeros(()).expand(*t.shape[:axis], 1, *t.shape[axis + 1 :])], dim=axis)
-        return t.index_select(axis, slots.flatten()).unflatten(axis, tuple(slots.shape))
-
-    def total(self, t: Tensor, axis: int = 0) -> Tensor:
-        """The sum over the rows of every example."""
-        if self.index is None or self.pairs is not None:
-            return self.rows(t, axis).sum(axis + 1)
-        return t.new_zeros(*t.shape[:axis], self.n, *t.shape[axis + 1 :]).index_add(axis, self.index, t)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether examples may have different numbers of rows."""
-        return self.index is not None or self.pairs is not None
-
-    @cached_property
-    def _slots(self) -> Tensor:
-        """[n r], the rows of every example; one past the last where there is none."""
-        assert self.index is not None
-        counts = torch.bincount(self.index, minlength=self.n)
-        order = torch.argsort(self.index, stable=True)
-        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[self.index[order]]
-        slots = order.new_full((self.n, max(1, int(counts.max()))), len(order))
-        slots[self.index[order], place] = order
-        return slots
-
-
-_BASE = 16  # of the digits that number the examples, as exponents of two: exact in every precision
-
-
-def probes(y: Tensor) -> Tensor:
-    """Cotangents [d n *out] of the outputs: random ones, and the same scaled by a power of two that tells examples."""
-    generator = torch.Generator().manual_seed(0)
-    s = torch.rand(y.shape, generator=generator, dtype=torch.float64, device=generator.device).add(0.5).to(y)
-    number, n, columns = torch.arange(len(y), device=y.device), len(y), [s]
-    while True:
-        columns.append(s * (2.0 ** (number % _BASE)).to(y).view(-1, *[1] * (y.ndim - 1)))
-        number, n = number // _BASE, -(-n // _BASE)
-        if n <= 1:
-            return torch.stack(columns)
-
-
-def owners_of(g: Tensor, n: int) -> Owners | None:
-    """The examples of rows, from their cotangents [d rows ·] of the ``probes``; None where rows mix examples.
-
-    A row without cotangents may be of any example. So may one whose cotangents are nothing but the rounding of sums
-    that cancel, such as the query of a first token behind a causal mask.
-    """
-    rows, eps = g.shape[1], torch.finfo(g.dtype).eps
-    once, label, power = g[0], torch.zeros(rows, dtype=torch.long, device=g.device), 1
-    square = once.square().sum(1)
-    alive, rounding = square > 0, square <= eps**1.5 * (square.max() if rows else 0)
-    for scaled in g[1:]:
-        ratio = (once * scaled).sum(1) / square
-        digit = ratio.clamp(min=0.5).log2().round().nan_to_num(0)
-        gap = (scaled - 2.0 ** digit[:, None] * once).norm(dim=1)
-        mixed = alive & ~(gap <= eps**0.5 * scaled.norm(dim=1))
-        if bool((mixed & ~rounding).any()):
-            return None
-        alive = alive & ~mixed
-        label += power * digit.long()
-        power *= _BASE
-    wrong = alive & ((label >= n) | (label < 0))
-    if bool((wrong & ~rounding).any()):
-        return None
-    alive = alive & ~wrong
-    if rows % n == 0:
-        for before in (b for b in range(1, rows // n + 1) if rows // n % b == 0):
-            regular = torch.arange(rows, device=g.device) // (rows // n // before) % n
-            if bool((regular == label)[alive].all()):
-                return Owners(n, before)
-    # Rows that nothing depends on go with the last before them that something does: the padding of a sequence. Those
-    # without one, such as a value that was computed on the way to its derivative, are spread over the examples.
-    every = torch.arange(rows, device=g.device)
-    last = torch.where(alive, every, -1).cummax(0).values if rows else every
-    return Owners(n, index=torch.where(last < 0, every % n, label[last.clamp(min=0)]))
-
 
 # How a parameter is packed.
 
@@ -371,7 +262,7 @@ class OperationRule(Rule):
     """
 
     operation: Operation | None = field(default=None, compare=False, kw_only=True)
-    owners: Owners | None = field(default=None, compare=False, kw_only=True)
+    examples: RowExamples | None = field(default=None, compare=False, kw_only=True)
 
     def covers(self, module: nn.Module) -> bool:
         return isinstance(module, ParameterGroup)
@@ -383,11 +274,11 @@ class OperationRule(Rule):
         return (tuple(_shapes(module)),)
 
     @property
-    def use(self) -> tuple[Operation, Owners]:
-        """The operation and the owners of its rows."""
+    def use(self) -> tuple[Operation, RowExamples]:
+        """The operation and the examples of its rows."""
         assert self.operation is not None, "asked of a block, not of a use"
-        assert self.owners is not None
-        return self.operation, self.owners
+        assert self.examples is not None
+        return self.operation, self.examples
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -440,21 +331,21 @@ class ProductRule(OperationRule):
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         """a, with the 1 of a bias, or 0 where the operation adds none."""
-        (operation, owners), (c, _, size) = self.use, self.shape(module, keys)
+        (operation, examples), (c, _, size) = self.use, self.shape(module, keys)
         weight = next(iter(_shapes(module))) in keys
         ones, at = len(keys) > weight, self.i if weight else torch.arange(0)
         if operation.index is not None and operation.members is not None and self.c is None and at is None:
             values = single(operation.members()[:, 0])
-            return OneHot(owners.rows(operation.index), size, owners.rows(values), masked=True)
+            return OneHot(examples.gather(operation.index), size, examples.gather(values), masked=True)
         a = single(operation.inputs())
         a = a if at is None else a[..., : len(at)]
-        x, biased = owners.rows(a), ones and operation.bias is not None
-        if self.c is None and at is None and a.shape[1] == 1 and not owners.ragged and biased == ones:
+        x, biased = examples.gather(a), ones and operation.bias is not None
+        if self.c is None and at is None and a.shape[1] == 1 and not examples.ragged and biased == ones:
             return Rows(x.squeeze(2), ones)
         valid = None
-        if operation.members is not None or owners.ragged:
+        if operation.members is not None or examples.ragged:
             members = a.new_ones(a.shape[:2]) if operation.members is None else operation.members().to(a.dtype)
-            valid = owners.rows(members)
+            valid = examples.gather(members)
         if not ones:
             return Slice(x, (c, size), self.c, at, valid)
         one = x.new_ones(x.shape[:3]) if valid is None else valid
@@ -462,8 +353,8 @@ class ProductRule(OperationRule):
         return Slice(torch.cat([x, one.unsqueeze(3) * float(biased)], dim=3), (c, size), self.c, at, valid)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
-        (operation, owners), (c, o, _) = self.use, self.packing.shape
-        x = owners.rows(operation.cotangents(g), 1)
+        (operation, examples), (c, o, _) = self.use, self.packing.shape
+        x = examples.gather(operation.cotangents(g), 1)
         if self.c is None and self.o is None and x.shape[3] == 1:
             return Rows(x.squeeze(3))
         return Slice(x, (c, o), self.c, self.o)
@@ -497,9 +388,9 @@ class EntriesRule(OperationRule):
         return {key: packed.reshape((*packed.shape[:-3], *_shapes(module)[key]))}
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
-        (_, owners), leaf = self.use, self._read[1]
+        (_, examples), leaf = self.use, self._read[1]
         one = torch.ones((), dtype=torch.promote_types(leaf.dtype, torch.float32), device=leaf.device)
-        return Entries(one.expand(owners.n, 1, leaf.numel()))
+        return Entries(one.expand(examples.n, 1, leaf.numel()))
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
         """R = (∂u/∂θ)ᵀ Σ_r g a of every example."""
@@ -526,12 +417,12 @@ class EntriesRule(OperationRule):
 
     def _of_operand(self, g: Tensor) -> Tensor:
         """Σ_r g a of every example, for g [k r c o], as the operand has it."""
-        operation, owners = self.use
+        operation, examples = self.use
         if operation.read is None or self.operand is operation.bias:
-            return owners.total(g, 1) * operation.scale
+            return examples.total(g, 1) * operation.scale
         if operation.entrywise:
-            return owners.total(g * single(operation.inputs()), 1)
-        a, g = owners.rows(single(operation.inputs())), owners.rows(g, 1)
+            return examples.total(g * single(operation.inputs()), 1)
+        a, g = examples.gather(single(operation.inputs())), examples.gather(g, 1)
         letters = dict.fromkeys("".join(operation.roles))
         order = [*(letter for letter in "cio" if letter not in letters), *letters]
         result: Tensor = torch.einsum(f"knrco,nrci->kn{''.join(order)}", g, a)
@@ -670,10 +561,10 @@ class OperationLayers:
         }
         ids = {id(leaves[name]) for name in wanted}
         operations = [op for op in operations if any(ids & operand.leaves() for operand in op.operands)]
-        owners = _merged(operations, _probed(tape, operations))
-        uses = _by_parameter(owners, {name: leaves[name] for name in wanted})
+        examples = _merged(operations, _probed(tape, operations))
+        uses = _by_parameter(examples, {name: leaves[name] for name in wanted})
         for name, entry in uses.items():
-            if any(owners[use.operation] is None for use in entry):
+            if any(examples[use.operation] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
         self._decide(model, by_name, rest, uses, leaves)
@@ -689,7 +580,7 @@ class OperationLayers:
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
         result: list[Use] = []
         for block in blocks:
-            placed = _uses(block, uses, owners, leaves)
+            placed = _uses(block, uses, examples, leaves)
             if placed is None or any(name not in rest for name in block.names):
                 reasons |= dict.fromkeys(block.names, _OTHERWISE)
             else:
@@ -761,47 +652,79 @@ def _by_parameter(operations: Iterable[Operation], leaves: Mapping[str, Tensor])
     return result
 
 
-Owned: TypeAlias = "dict[Operation, Owners | None]"
-
-
 @final
 @dataclass(frozen=True)
-class Probed:
-    """What two backward passes have shown of operations, in their order.
+class ProbeResult:
+    """What a probe has shown of operations, in their order.
 
-    ``owners``: the examples of their rows. ``biases``: by the number of a product, that of the operation that adds
-    its bias: their cotangents agree.
+    ``examples``: those of their rows. ``biases``: by the number of a product, that of the operation that adds its bias:
+    their cotangents agree. ``sizes``: of the outputs of the pass and of the operations.
     """
 
-    owners: tuple[Owners | None, ...]
+    examples: tuple[RowExamples | None, ...]
     biases: Mapping[int, int]
+    sizes: Sequence[tuple[int, ...]] = ()
+
+    def certain(self, shown: Iterable[Tensor]) -> bool:
+        """Whether every operation had cotangents, [d r c q], and no order of rows depends on the data."""
+        return all(rows is not None and rows.index is None for rows in self.examples) and all(
+            bool(g[0].any()) for g in shown
+        )
+
+    def at(self, n: int, operations: Sequence[Operation]) -> ProbeResult | None:
+        """The same for operations of other sizes, if it can be: the examples were in front of all other axes."""
+        if any(rows is None or rows.before > 1 or rows.index is not None for rows in self.examples):
+            return None
+        zero = torch.zeros(())
+        if any(operation.cotangents(zero.expand(1, *operation.shape)).shape[1] % n for operation in operations):
+            return None
+        return replace(self, examples=tuple(replace(rows, n=n) for rows in self.examples if rows is not None))
 
 
-def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
-    """Probe the graph of a pass; what is certain is remembered for passes with the same graph."""
-    key = ("operations", tuple((operation.name, tuple(operation.shape)) for operation in operations))
-    result: Probed | None = tape.memo.get(key)
-    if result is not None or not operations:
-        return result or Probed((), {})
-    s, n = probes(tape.y.detach()), tape.y.shape[0]
-    with tape.statistics.constant(affine=True):
-        grads = pulled(tape.y, [operation.edge for operation in operations], s, tape.half)
-    pairs = zip(operations, grads, strict=True)
-    outer = [s.new_zeros(len(s), *operation.shape) if g is None else g for operation, g in pairs]
-    owners = [_owners(operation.cotangents(g), n) for operation, g in zip(operations, outer, strict=True)]
-    numbers = {operation: at for at, operation in enumerate(operations)}
+def _probed(tape: Tape, operations: Sequence[Operation]) -> ProbeResult:
+    """Probe the graph of a pass; what is certain is remembered for passes with graphs of the same form."""
+    if not operations:
+        return ProbeResult((), {})
+    n, sizes = tape.y.shape[0], [tuple(tape.y.shape), *(tuple(operation.shape) for operation in operations)]
+    key = ("operations", tuple(operation.name for operation in operations), size_pattern(sizes))
+    known: ProbeResult | None = tape.shown.get(key)
+    if known is not None and known.sizes != sizes:
+        earlier = known
+        known = tape.cached((*key, tuple(sizes)), lambda: earlier.at(n, operations))
+    if known is not None:
+        return known
+    probe = Probe.of(tape.y.detach(), tape.half)
+    numbers = {operation: number for number, operation in enumerate(operations)}
+    added = [  # numbers of products and of offsets that may be their biases
+        (numbers[operation.extends], number)
+        for operation, number in numbers.items()
+        if operation.extends in numbers and operation.weight is not None
+    ]
+    outer: dict[int, Tensor] = {}  # of those, for the first column
+
+    def rows(s: Tensor) -> list[Tensor]:
+        with tape.statistics.constant(affine=True):
+            grads = pulled(tape.y, [operation.edge for operation in operations], s, tape.half)
+        pairs = zip(operations, grads, strict=True)
+        gs = [s.new_zeros(1, *operation.shape) if g is None else g for operation, g in pairs]
+        if not outer:
+            outer.update((number, gs[number]) for pair in added for number in pair)
+        return [operation.cotangents(g)[0] for operation, g in zip(operations, gs, strict=True)]
+
+    shown = probe.show(rows)
     biases: dict[int, int] = {}
-    for at, operation in enumerate(operations):
-        product = numbers.get(operation.extends) if operation.extends is not None else None
-        if product is None or product in biases or operation.weight is None or operations[product].bias is not None:
-            continue
-        g, h = outer[product], outer[at]
-        if _is_bias(operation, operations[product], g.device) and torch.equal(g.flatten(), h.flatten()):
-            biases[product] = at
-    result = Probed(tuple(owners), biases)
-    # Certain: every operation had cotangents, and no order of rows depends on the data.
-    if all(bool(g[0].any()) for g in outer) and all(o is not None and o.index is None for o in owners):
-        tape.memo[key] = result
+    for product, number in added:
+        g, h = outer[product], outer[number]
+        free = product not in biases and operations[product].bias is None
+        if (
+            free
+            and _is_bias(operations[number], operations[product], g.device)
+            and torch.equal(g.flatten(), h.flatten())
+        ):
+            biases[product] = number
+    result = ProbeResult(tuple(map(probe.examples_of, shown)), biases, sizes)
+    if result.certain(shown):
+        tape.shown[key] = result
     return result
 
 
@@ -817,26 +740,20 @@ def _is_bias(offset: Operation, product: Operation, device: torch.device) -> boo
     return rows.shape[1:] == (1, o) and bool((rows == outputs).all())
 
 
-def _owners(rows: Tensor, n: int) -> Owners | None:
-    """The examples of rows from their cotangents [d r c o]; where groups have different ones, of rows and groups."""
-    result = owners_of(rows.flatten(2), n)
-    if result is None and rows.shape[2] > 1:
-        result = owners_of(rows.flatten(1, 2), n)
-        return None if result is None else result.by_group(rows.shape[1], rows.shape[2], rows.device)
-    return result
+RowsOf: TypeAlias = dict[Operation, RowExamples | None]
 
 
-def _merged(operations: Sequence[Operation], probed: Probed) -> Owned:
-    """The owners of all operations; a product whose bias is added by an operation of its own becomes one with it."""
-    biases, out = dict(probed.biases), dict[Operation, Owners | None]()
+def _merged(operations: Sequence[Operation], result: ProbeResult) -> RowsOf:
+    """The examples of all operations; a product whose bias an operation of its own adds becomes one with it."""
+    biases, out = result.biases, RowsOf()
     added = set(biases.values())
-    for at, (operation, owners) in enumerate(zip(operations, probed.owners, strict=True)):
-        if at in biases:
-            bias = operations[biases[at]].weight
+    for number, (operation, examples) in enumerate(zip(operations, result.examples, strict=True)):
+        if number in biases:
+            bias = operations[biases[number]].weight
             assert bias is not None
             operation = replace(operation, bias=bias, bias_roles=(*[""] * (len(bias.shape) - 1), "o"))
-        if at not in added:
-            out[operation] = owners
+        if number not in added:
+            out[operation] = examples
     return out
 
 
@@ -941,7 +858,10 @@ def loaded(model: Model, blocks: Iterable[Block], state: Iterable[Mapping[str, A
 
 
 def _uses(
-    block: Block, uses: Mapping[str, Sequence[_Used]], owners: Owned, leaves: Mapping[str, Tensor]
+    block: Block,
+    uses: Mapping[str, Sequence[_Used]],
+    examples: RowsOf,
+    leaves: Mapping[str, Tensor],
 ) -> list[Use] | None:
     """The uses of a layer in a pass; None if one does not fit its packing."""
     name, *bias = block.keys
@@ -952,7 +872,7 @@ def _uses(
     out: list[Use] = []
     for use in uses[name]:
         operation = use.operation
-        fitting = ((kind, rule) for kind in block.kinds if (rule := _rule_of_use(kind, use, owners, leaves[name])))
+        fitting = ((kind, rule) for kind in block.kinds if (rule := _rule_of_use(kind, use, examples, leaves[name])))
         kind, rule = next(fitting, (None, None))
         if kind is None or rule is None:
             return None
@@ -961,11 +881,11 @@ def _uses(
     return out
 
 
-def _rule_of_use(kind: Block, use: _Used, owners: Owned, leaf: Tensor) -> Rule | None:
+def _rule_of_use(kind: Block, use: _Used, examples: RowsOf, leaf: Tensor) -> Rule | None:
     """The rule of a use of a kind of block; None if it does not fit the packing."""
-    rule, of_rows = kind.rule, owners[use.operation]
+    rule, of_rows = kind.rule, examples[use.operation]
     if isinstance(rule, EntriesRule):
-        return EntriesRule(use.operand, leaf, operation=use.operation, owners=of_rows)
+        return EntriesRule(use.operand, leaf, operation=use.operation, examples=of_rows)
     assert isinstance(rule, ProductRule)
     if use.indices is None or rule.lookup != (use.operation.index is not None):
         return None
@@ -978,4 +898,4 @@ def _rule_of_use(kind: Block, use: _Used, owners: Owned, leaf: Tensor) -> Rule |
                 return None
     sizes = dict(zip("coi", packing.shape, strict=True))
     c, o, i = (None if torch.equal(at[r], torch.arange(sizes[r])) else at[r] for r in "coi")
-    return ProductRule(packing, rule.lookup, c, o, i, operation=use.operation, owners=of_rows)
+    return ProductRule(packing, rule.lookup, c, o, i, operation=use.operation, examples=of_rows)

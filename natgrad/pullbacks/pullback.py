@@ -35,7 +35,6 @@ from natgrad.pullbacks.coupling import root_of
 from natgrad.pullbacks.factors import Factors, Squares
 from natgrad.pullbacks.layer import Block, Tied, formed, partition
 from natgrad.pullbacks.operation_layers import OperationLayers
-from natgrad.pullbacks.position_tables import over_examples
 from natgrad.pullbacks.rows import rows
 from natgrad.pullbacks.tape import Cotangents, Tape, record
 from natgrad.rules import RULES
@@ -831,9 +830,8 @@ class Observer:
 
     def _layers(self, tape: Tape) -> PassLayers:
         """The layers of a pass whose outputs have the examples on their first axis."""
-        tape = over_examples(tape)
-        status = self.cache.statuses.of(self.model, self.blocks, tape)
-        tape, blocks = replace(tape.with_batch_first(status.axes), memo=status.memo), status.blocks
+        status, tape = self.cache.statuses.of(self.model, self.blocks, tape)
+        blocks = status.blocks
         bare = [block for block in blocks if block.rule is None and block.names[0] not in status.unused]
         reasons: dict[str, str] = {}
         if bare and tape.operations is not None:

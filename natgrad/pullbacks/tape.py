@@ -18,14 +18,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook, without_hooks
+from natgrad.accelerate.autograd_nodes import (
+    edge_of,
+    output_shape,
+    put_forward_hook,
+    remove_forward_hook,
+    without_hooks,
+)
 from natgrad.accelerate.vjp import pulled
 from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, refuse_nested, tensors_of
 from natgrad.pullbacks.batch_norm import NormMode, Statistics, refuse_unknown, shows_output, uses_batch
-from natgrad.pullbacks.graph import BatchAxis, leaf_uses, nodes
+from natgrad.pullbacks.graph import leaf_uses, nodes
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operations import Operation, OperationRecorder
+from natgrad.pullbacks.row_examples import BatchAxis
 from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
 from natgrad.rules.features import DenseFeatures, Features, Joined
 
@@ -335,6 +342,7 @@ class Tape:
     uses: tuple[Use, ...]
     statistics: Statistics = field(default_factory=Statistics)
     memo: dict[Hashable, Any] = field(default_factory=dict)  # cache shared by passes with the same graph
+    shown: dict[Hashable, Any] = field(default_factory=dict)  # by probes of operations, likewise
     operations: tuple[Operation, ...] | None = None  # operations that read parameters, if they were recorded
     leaves: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters of the pass
     shapes: Shapes = ()  # of the heads that y holds side by side
@@ -346,6 +354,18 @@ class Tape:
         n = self.y.shape[0]
         changed = (use.with_batch_first(axes[at], n) if at in axes else use for at, use in enumerate(self.uses))
         return replace(self, uses=tuple(changed))
+
+    def with_tables(self, tables: Mapping[int, Sequence[Place]], nodes: Sequence[Any]) -> Tape:
+        """The same pass, with these uses of embeddings as if every example had asked for its row.
+
+        A use, by its position, becomes one for each of the places among the ``nodes`` where its output is broadcast
+        over the examples.
+        """
+        if not tables:
+            return self
+        pairs = enumerate(self.uses)
+        moved = [_at_places(use, tables[at], nodes) if at in tables else [use] for at, use in pairs]
+        return replace(self, uses=tuple(use for each in moved for use in each))
 
     def complete(self, block: Block, counts: Counter[int], misplaced: Collection[int]) -> bool:
         """Whether the recorded uses are all uses of a block, each with a usable batch axis.
@@ -489,6 +509,27 @@ class Tape:
         """These cotangents of outputs, and those of the layers inside replayed uses, computed from them."""
         replayed = [at for at in outer if at in self._replayed]
         return Cotangents(outer, {at: self.inner_cotangents(at, outer[at]) for at in replayed})
+
+
+Place: TypeAlias = tuple[int, int]  # a node of the graph, by its number, and an argument of it, by its own
+
+
+def shapes_at(place: Place, nodes: Sequence[Any]) -> tuple[torch.Size, torch.Size]:
+    """The shapes of the argument and of the result there."""
+    node = nodes[place[0]]
+    child, output = node.next_functions[place[1]]
+    return torch.Size(output_shape(child, output)), torch.Size(output_shape(node))
+
+
+def _at_places(use: Use, places: Sequence[Place], nodes: Sequence[Any]) -> list[Use]:
+    """The use of an embedding, once for every place."""
+    out: list[Use] = []
+    for place in places:
+        u, z = shapes_at(place, nodes)
+        call = replace(use.call, args=(use.call.x.reshape(u[:-1]).expand(z[:-1]),), kwargs={})
+        of = replace(use.of, entries={}) if out else use.of  # the table entered the graph once
+        out.append(replace(use, of=of, call=call, edges=(GradientEdge(nodes[place[0]], 0),), shapes=(z,)))
+    return out
 
 
 @final

@@ -14,8 +14,8 @@ import natgrad as ng
 from natgrad.accelerate.moments import rows as leading_rows
 from natgrad.model import Model
 from natgrad.operators import Operator
-from natgrad.pullbacks.graph import BatchAxis
 from natgrad.pullbacks.pullback import Batch, Observer, layers_of
+from natgrad.pullbacks.row_examples import BatchAxis
 from natgrad.pullbacks.tape import record
 from natgrad.rules import EmbeddingRule
 from natgrad.structures import Structure

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.pullbacks.operation_layers import EntriesRule, Owners, ProductRule, owners_of, probes
+from natgrad.pullbacks.operation_layers import EntriesRule, ProductRule
 from natgrad.pullbacks.operations import OperationRecorder, missed
+from natgrad.pullbacks.row_examples import Probe, RowExamples
 from tests.pulled import Rooted, close, normal, opaque, rows
 
 Run = Callable[..., Tensor]
@@ -637,25 +638,38 @@ def test_an_input_that_is_overwritten_is_refused() -> None:
 # The example of every row
 
 
+def columns(probe: Probe) -> Tensor:
+    return torch.stack(list(probe.columns())).unsqueeze(2)
+
+
 @pytest.mark.parametrize("n", [1, 3, 20, 300])
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_probes_tell_examples_apart_in_every_precision(n: int, dtype: torch.dtype) -> None:
-    s = probes(torch.ones(n, 2, dtype=dtype)).float()
+def test_probes_tell_examples_apart_in_every_precision(n: int, dtype: torch.dtype, half: bool) -> None:
+    probe = Probe.of(torch.ones(n, 2, dtype=dtype), half)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    found = owners_of(s[:, order], n)
+    found = probe.examples_of(columns(probe)[:, order].float())
     assert found is not None
-    assert torch.equal(found.rows(torch.arange(n)[order].float()).flatten(), torch.arange(n).float())
+    assert torch.equal(found.gather(torch.arange(n)[order].float()).flatten(), torch.arange(n).float())
 
 
-def test_rows_that_mix_examples_have_no_owner() -> None:
-    s = probes(torch.ones(4, 2, dtype=torch.float64))
-    assert owners_of(s + s.roll(1, 1), 4) is None
+def test_rows_that_mix_examples_are_those_of_none() -> None:
+    probe = Probe.of(torch.ones(4, 2, dtype=torch.float64))
+    assert probe.examples_of(columns(probe) + columns(probe).roll(1, 1)) is None
 
 
 def test_rows_without_cotangents_may_be_of_any_example() -> None:
-    s = probes(torch.ones(4, 2, dtype=torch.float64))
+    probe = Probe.of(torch.ones(4, 2, dtype=torch.float64))
+    s = columns(probe)
     s[:, 2] = 0
-    assert owners_of(s, 4) == Owners(4)
+    assert probe.examples_of(s) == RowExamples(4)
+
+
+def test_rows_that_are_not_finite_may_be_of_any_example() -> None:
+    probe = Probe.of(torch.ones(4, 2, dtype=torch.float64))
+    s = columns(probe)
+    s[:, 2], s[:, 3] = torch.nan, torch.inf
+    assert probe.examples_of(s) == RowExamples(4)
 
 
 def test_rows_of_rounding_may_be_of_any_example() -> None:
@@ -671,17 +685,17 @@ def test_rows_of_rounding_may_be_of_any_example() -> None:
     assert ng.Kronecker(strict=True).estimate(pb).tensors().keys() == {"w.0/S", "w.0/A"}
 
 
-@pytest.mark.parametrize("owners", [Owners(2, before=3), Owners(2, index=torch.tensor([0, 1, 0, 1, 0, 1]))])
-def test_rows_go_to_their_examples(owners: Owners) -> None:
-    assert owners.rows(torch.arange(6.0)).tolist() == [[0, 2, 4], [1, 3, 5]]
-    assert owners.total(torch.arange(6.0)).tolist() == [6, 9]
+@pytest.mark.parametrize("rows", [RowExamples(2, before=3), RowExamples(2, index=torch.tensor([0, 1, 0, 1, 0, 1]))])
+def test_rows_go_to_their_examples(rows: RowExamples) -> None:
+    assert rows.gather(torch.arange(6.0)).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert rows.total(torch.arange(6.0)).tolist() == [6, 9]
 
 
 def test_ragged_rows_are_padded() -> None:
-    owners = Owners(3, index=torch.tensor([2, 0, 2]))
-    assert owners.rows(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[2, 0], [0, 0], [1, 3]]
-    assert owners.rows(torch.ones(3)).tolist() == [[1, 0], [0, 0], [1, 1]]
-    assert owners.total(torch.tensor([1.0, 2.0, 3.0])).tolist() == [2, 0, 4]
+    examples = RowExamples(3, index=torch.tensor([2, 0, 2]))
+    assert examples.gather(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[2, 0], [0, 0], [1, 3]]
+    assert examples.gather(torch.ones(3)).tolist() == [[1, 0], [0, 0], [1, 1]]
+    assert examples.total(torch.tensor([1.0, 2.0, 3.0])).tolist() == [2, 0, 4]
 
 
 # Outputs that are flattened over positions

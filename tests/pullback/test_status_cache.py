@@ -145,7 +145,7 @@ def test_a_pass_that_looks_like_one_before_is_not_judged_again() -> None:
     m = Written()
     model, blocks = Model.of(m), layers_of(Model.of(m))
     cache = StatusCache()
-    statuses = [cache.of(model, blocks, record(model, blocks, inputs(n))) for n in (4, 4, 5, 1)]
+    statuses = [cache.of(model, blocks, record(model, blocks, inputs(n)))[0] for n in (4, 4, 5, 1)]
     assert statuses[0] is statuses[1] is statuses[2]  # whatever the number of examples
     assert statuses[0] is not statuses[3]  # of one example nothing can be confused with another
 
@@ -196,7 +196,7 @@ def test_sizes_count_only_where_the_proof_needs_them(
     statuses = []
     for n, t in shapes:
         x = torch.randn(n, t, 3, generator=torch.Generator().manual_seed(n))
-        statuses.append(cache.of(model, blocks, record(model, blocks, x)))
+        statuses.append(cache.of(model, blocks, record(model, blocks, x))[0])
         alone = Observer(model, ng.Euclidean(), blocks, None)
         (mine,), (new,) = (list(each.of(Batch(model, x)).factors()) for each in (view, alone))
         for f, g in zip(mine, new, strict=True):
