@@ -23,6 +23,7 @@ from natgrad.optim.update import check_numbers, common_damping, like
 from natgrad.output.losses import TermLoss, described
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operation_layers import loaded, with_layers
+from natgrad.solve.cg import CGInverse
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 from natgrad.structures.identity import constant
 from natgrad.structures.kronecker import with_roots_of
@@ -105,7 +106,7 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
         return nothing
     λ, inverted = preconditioner.damping, preconditioner.inverted_metric(G)
     inverse = solver.init(inverted, λ)
-    if inverse.reuses_output:  # what it starts from, once it has been used
+    if isinstance(inverse, CGInverse):  # what it starts from, once it has been used
         inverse.solve(torch.ones(model.size, dtype=G.layout.dtype, device=model.example.device))
     return {"operator": with_roots_of(G, inverse, λ).tensors(), "inverse": inverse.tensors()}
 

@@ -46,6 +46,7 @@ from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullbacks.pullback import Observer, layers_of
 from natgrad.rules.base import Rule
+from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
 from natgrad.step.normalised import Normalised
@@ -430,7 +431,7 @@ class NaturalGradient(torch.optim.Optimizer):
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
         of_momenta, of_metric = self._momentum_weights(), [] if average is None else [average[1]]
         whole = complete and not idle - self.tracker.outside
-        if not whole or inverse.reuses_output or not is_asynchronous(gradients[0].device):
+        if not whole or isinstance(inverse, CGInverse) or not is_asynchronous(gradients[0].device):
             velocity, _ = run(gradients, [*rates, *of_momenta, *of_metric])
         else:
             numbers, key = [*(float(rate) for rate in rates), *of_momenta, *of_metric], self._graph_key()

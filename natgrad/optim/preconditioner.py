@@ -16,6 +16,7 @@ from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping
 from natgrad.optim.distributed import World
+from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
 from natgrad.structures.base import Inverse, Operator
@@ -72,7 +73,7 @@ class Preconditioner:
         """
         inverse = self.inverse
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
-        if inverse is not None and inverse.reuses_output:
+        if isinstance(inverse, CGInverse):
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used
         self._overwritten, self._step, self._grown = False, step, bool(self.unseen - G.unseen)
         self.outdated |= changed or self.damping != damping
@@ -207,14 +208,14 @@ class Preconditioner:
         assert self.inverse is not None
         with full_precision(self._device):
             v, pairing = self.inverse.sharp_with_pairing(ω)
-        return (v.map(torch.clone) if self.inverse.reuses_output else v), pairing
+        return (v.map(torch.clone) if isinstance(self.inverse, CGInverse) else v), pairing
 
     def sharp(self, ω: Covector) -> Vector:
         """(G + λ)⁻¹ω with the inverse that is there. The result may be overwritten."""
         assert self.inverse is not None
         with full_precision(self._device):
             v = self.inverse.sharp(ω)
-        return v.map(torch.clone) if self.inverse.reuses_output else v
+        return v.map(torch.clone) if isinstance(self.inverse, CGInverse) else v
 
     @property
     def sharp_cold(self) -> SharpMap:

@@ -103,7 +103,10 @@ class CG(Solver):
 @final
 @dataclass
 class CGInverse(Inverse):
-    """The system, ready to be solved for any ω; it remembers the last solution and how the solve ended."""
+    """The system, ready to be solved for any ω; it remembers the last solution and how the solve ended.
+
+    What ``sharp`` returns is that memory: the next solve starts from it.
+    """
 
     layout: Layout
     solver: CG
@@ -112,10 +115,6 @@ class CGInverse(Inverse):
     preconditioner: Inverse | None
     guess: Tensor | None
     report: CGReport | None = field(default=None)
-
-    @property
-    def reuses_output(self) -> bool:
-        return True
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.guess is None else {"guess": self.guess}

@@ -11,7 +11,7 @@ that have layers is in ``layered.py``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, reduce
 from typing import Any, ClassVar, NoReturn, Protocol, cast, final
@@ -254,7 +254,7 @@ class Structure(ABC):
         needed = self.elements(pullback) * size
         if needed <= pullback.memory:
             return
-        others = [kind() for kind in Structure.__subclasses__() if kind.suggested and kind is not type(self)]
+        others = [kind() for kind in _kinds(Structure) if kind.suggested and kind is not type(self)]
         sizes = sorted((other.elements(pullback) * size, type(other).__name__) for other in others)
         fitting = ", ".join(f"{name} ({b:,} bytes)" for b, name in sizes if b <= pullback.memory)
         raise MemoryBoundError(
@@ -270,6 +270,13 @@ class Structure(ABC):
                 f"{type(self).__name__} of {layout.size:,} parameters needs {needed:,} bytes, over the bound "
                 f"memory={memory:,}. Raise memory=, or use Kronecker or Diagonal"
             )
+
+
+def _kinds(kind: Any) -> Iterator[type[Structure]]:
+    """All classes below one."""
+    for below in kind.__subclasses__():
+        yield below
+        yield from _kinds(below)
 
 
 class BackwardEstimate(ABC):
@@ -638,11 +645,6 @@ class Inverse(ABC):
     def nonnegative(self) -> dict[str, Tensor]:
         """What cannot be below zero in ``tensors()``, as in ``Operator.nonnegative``."""
         return {}
-
-    @property
-    def reuses_output(self) -> bool:
-        """Whether ``sharp`` returns memory that it uses again, as the start of the next solve."""
-        return False
 
 
 @final

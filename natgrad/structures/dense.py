@@ -222,9 +222,53 @@ class BlockDenseOperator(MatrixOperator):
 # Structures.
 
 
+class MatrixStructure(Structure):
+    """A matrix for every group of layers."""
+
+    @abstractmethod
+    def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
+        """The layers that have a matrix together."""
+
+    @abstractmethod
+    def assembled(
+        self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]
+    ) -> MatrixOperator:
+        """The operator with these matrices of the groups, in flattening order."""
+
+    def elements(self, pullback: Pullback) -> int:
+        return sum(_size(group) ** 2 for group in self.groups(pullback.blocks))
+
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> MatrixOperator:
+        groups, device = self.groups(blocks), model.example.device
+        eyes = [torch.eye(_size(group), dtype=dtype, device=device) for group in groups]
+        return self.assembled(Layout.of(model.params, dtype), groups, eyes)
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return list(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> MatrixOperator:
+        """g gᵀ of every group; of all layers the full matrix of AdaGrad (Duchi, Hazan and Singer 2011)."""
+        if isinstance(like, MatrixOperator):
+            return like.with_matrices(_outer_products(sample, like.layout, like.indices, like.matrices), like.power)
+        layout, groups = Layout.of(sample.ω), self.groups(sample.blocks)
+        self.admit_numbers(sum(_size(group) ** 2 for group in groups), layout, sample.memory)
+        indices = [index_of(group).sort().values for group in groups]
+        return self.assembled(layout, groups, _outer_products(sample, layout, indices, None))
+
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
+        return Cost.total([_cost(_size(group), self.power, iterative) for group in self.groups(blocks)])
+
+    def matrices_of(self, pullback: Pullback) -> MatrixOperator:
+        """G of every group, from the rows."""
+        self.admit(pullback)
+        groups, at = self.groups(pullback.blocks), {block.names[0]: b for b, block in enumerate(pullback.blocks)}
+        matrices = _matrices(pullback, [[at[block.names[0]] for block in group] for group in groups])
+        return self.assembled(Layout(pullback.model.like, pullback.y.dtype), groups, matrices)
+
+
 @final
 @dataclass(frozen=True, repr=False)
-class Dense(Structure):
+class Dense(MatrixStructure):
     """All of G [p q]: RᵀCR/N; with a ``power`` below 1, G^p.
 
     >>> import natgrad as ng
@@ -243,37 +287,20 @@ class Dense(Structure):
     def __post_init__(self) -> None:
         check_power(self.power, "Dense(power=…)")
 
-    def elements(self, pullback: Pullback) -> int:
-        return pullback.model.size**2
+    def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
+        return [list(blocks)]
+
+    def assembled(self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]) -> DenseOperator:
+        return DenseOperator(layout, *matrices, power=self.power)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> DenseOperator:
-        self.admit(pullback)
-        [(_, matrix)] = _matrices(pullback, [range(len(pullback.blocks))])
-        return DenseOperator(Layout(pullback.model.like, pullback.y.dtype), matrix, power=self.power)
-
-    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DenseOperator:
-        matrix = torch.eye(model.size, dtype=dtype, device=model.example.device)
-        return DenseOperator(Layout.of(model.params, dtype), matrix, power=self.power)
-
-    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
-        return list(blocks)
-
-    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DenseOperator:
-        """g gᵀ, the full matrix of AdaGrad (Duchi, Hazan and Singer 2011)."""
-        layout = Layout.of(sample.ω) if like is None else like.layout
-        self.admit_numbers(layout.size**2, layout, sample.memory)
-        old = [like.matrix] if isinstance(like, DenseOperator) else None
-        (matrix,) = _outer_products(sample, layout, [slice(None)], old)
-        return DenseOperator(layout, matrix, power=self.power)
-
-    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        return _cost(sum(block.size for block in blocks), self.power, iterative)
+        return cast(DenseOperator, self.matrices_of(pullback))
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class BlockDense(Structure):
+class BlockDense(MatrixStructure):
     """The diagonal blocks of G, one for every layer (its weight and bias together), or their powers.
 
     >>> import natgrad as ng
@@ -289,55 +316,31 @@ class BlockDense(Structure):
     def __post_init__(self) -> None:
         check_power(self.power, "BlockDense(power=…)")
 
-    def elements(self, pullback: Pullback) -> int:
-        return sum(sum(block.size for block in group) ** 2 for group in layers_in(pullback.blocks).values())
+    def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
+        return list(layers_in(blocks).values())
+
+    def assembled(
+        self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]
+    ) -> BlockDenseOperator:
+        indices = tuple(index_of(group).sort().values for group in groups)
+        return BlockDenseOperator(layout, tuple(map(name_of, groups)), indices, tuple(matrices), power=self.power)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> BlockDenseOperator:
-        self.admit(pullback)
-        groups = layers_in(pullback.blocks).values()
-        at = {block.names[0]: b for b, block in enumerate(pullback.blocks)}
-        blocks = _matrices(pullback, [[at[block.names[0]] for block in group] for group in groups])
-        indices, matrices = zip(*blocks, strict=True)
-        names = tuple(map(name_of, groups))
-        layout = Layout(pullback.model.like, pullback.y.dtype)
-        return BlockDenseOperator(layout, names, indices, matrices, power=self.power)
-
-    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> BlockDenseOperator:
-        groups = layers_in(blocks).values()
-        sizes = {name_of(group): sum(block.size for block in group) for group in groups}
-        eyes = {name: torch.eye(size, dtype=dtype, device=model.example.device) for name, size in sizes.items()}
-        return self.restore(model, blocks, eyes)
+        return cast(BlockDenseOperator, self.matrices_of(pullback))
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
-        indices = tuple(index_of(group).sort().values for group in layers_in(blocks).values())
-        if len(tensors) != len(indices):
-            raise StateError(f"the metric in the state has {len(tensors)} blocks, here it has {len(indices)}")
+        groups = self.groups(blocks)
+        if len(tensors) != len(groups):
+            raise StateError(f"the metric in the state has {len(tensors)} blocks, here it has {len(groups)}")
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
-        return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()), power=self.power)
-
-    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
-        return list(blocks)
-
-    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> BlockDenseOperator:
-        """g gᵀ of every layer."""
-        if isinstance(like, BlockDenseOperator):
-            return replace(like, matrices=tuple(_outer_products(sample, like.layout, like.indices, like.matrices)))
-        layout, groups = Layout.of(sample.ω), layers_in(sample.blocks).values()
-        self.admit_numbers(sum(sum(block.size for block in group) ** 2 for group in groups), layout, sample.memory)
-        indices = tuple(index_of(group).sort().values for group in groups)
-        matrices = tuple(_outer_products(sample, layout, indices, None))
-        return BlockDenseOperator(layout, tuple(map(name_of, groups)), indices, matrices, power=self.power)
-
-    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        sizes = (sum(block.size for block in group) for group in layers_in(blocks).values())
-        return Cost.total([_cost(p, self.power, iterative) for p in sizes])
+        return replace(self.assembled(layout, groups, list(tensors.values())), names=tuple(tensors))
 
 
-def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
-    """Positions [d] and matrix RᵀR [d d] of every group of blocks, which are given by their numbers.
+def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    """RᵀR [d d] of every group of blocks, which are given by their numbers.
 
-    Both are in flattening order, whatever the packing: the order must not depend on the batch.
+    In flattening order, whatever the packing: the order must not depend on the batch.
     """
     blocks = pullback.blocks
     positions = [index_of([blocks[b] for b in group]) for group in groups]
@@ -352,12 +355,17 @@ def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[tuple
     out = []
     for index, total in zip(positions, totals, strict=True):
         order = index.argsort()
-        out.append((index[order], (total.tril() + total.tril(-1).T)[order[:, None], order]))
+        out.append((total.tril() + total.tril(-1).T)[order[:, None], order])
     return out
 
 
+def _size(group: Sequence[Block]) -> int:
+    """Of the matrix of these layers."""
+    return sum(block.size for block in group)
+
+
 def _outer_products(
-    sample: GradientSample, layout: Layout, positions: Sequence[Tensor | slice], old: Sequence[Tensor] | None
+    sample: GradientSample, layout: Layout, positions: Sequence[Tensor], old: Sequence[Tensor] | None
 ) -> list[Tensor]:
     """g gᵀ at the positions of every block.
 

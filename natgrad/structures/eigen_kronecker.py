@@ -6,7 +6,7 @@ G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeAlias, cast, final
 
@@ -33,6 +33,8 @@ from natgrad.structures.layered import (
     Basis,
     Layered,
     LayerOperator,
+    LayerSplit,
+    Rotation,
     SidesCost,
     SpectralInverse,
     alike,
@@ -120,35 +122,41 @@ class EigenKronecker(Layered):
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> EigenKroneckerOperator:
         """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
-        split, dtype = self.split(pullback, like), pullback.y.dtype
+        split, layout = self.split(pullback, like), Layout(pullback.model.like, pullback.y.dtype)
         basis = self._basis_of(like, split.blocks)
         if basis is None or pullback.coupling is not None:
             estimates, positions = factors_of(pullback, split.used, self.sharing_rule)
             if basis is None:
                 used = Basis.of([s for s, _ in estimates], [a for _, a in estimates]).sides
-                sides = split.of_all(used, lambda block: (None, None))  # until it is renewed
-                basis = Basis(tuple(q for q, _ in sides), tuple(p for _, p in sides))
+                basis = Basis.of_sides(split.of_all(used, lambda block: (None, None)))  # until it is renewed
             scales = rotated_squares(pullback, split.used, split.of_used(basis.sides))
         else:
-            squares = RotatedSquares(split.used, split.of_used(basis.sides), dtype)
+            squares = RotatedSquares(split.used, split.of_used(basis.sides), layout.dtype)
             estimates, positions = second_moments(pullback, split.used, self.sharing_rule, squares.add)
             scales = squares.totals()
-        factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
-        fallback = None if not isinstance(like, EigenKroneckerOperator) else like.fallback
-        return EigenKroneckerOperator(
-            Layout(pullback.model.like, dtype),
-            split.blocks,
-            tuple(s for s, _ in factors),
-            tuple(a for _, a in factors),
-            basis,
-            tuple(split.of_all(scales, lambda block: _zeros(block, dtype))),
-            self.fallback_estimate(split, fallback),
-            split.unseen,
-            power=self.power,
-            eigenvectors=self.eigenvectors,
-            moments=self.moments,
-            positions=tuple(split.of_all(positions, lambda block: 0)),
-        )
+        fallback = self.fallback_estimate(split, like.fallback if isinstance(like, EigenKroneckerOperator) else None)
+        counts = tuple(split.of_all(positions, lambda block: 0))
+        return replace(self.assembled(split, layout, estimates, fallback, basis, scales), positions=counts)
+
+    def assembled(
+        self,
+        split: LayerSplit,
+        layout: Layout,
+        pairs: Iterable[tuple[SymFactor, SymFactor]],
+        fallback: Operator | None,
+        basis: Basis | None,
+        scales: Iterable[Tensor],
+    ) -> EigenKroneckerOperator:
+        """The operator with these S, A and D of the used layers; those of the others are zero.
+
+        ``basis``: of all layers; None for the eigenvectors of S and A.
+        """
+        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
+        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        d = tuple(split.of_all(scales, lambda block: _zeros(block, layout.dtype)))
+        basis = Basis.of(left, right) if basis is None else basis
+        out = EigenKroneckerOperator(layout, split.blocks, left, right, basis, d, fallback, split.unseen)
+        return replace(out, power=self.power, eigenvectors=self.eigenvectors, moments=self.moments)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> EigenKroneckerOperator:
         """S and A as in ``Kronecker``, and D = (QᵀG_kP)² in the basis of ``like`` (Vyas et al. 2024)."""
@@ -156,23 +164,10 @@ class EigenKronecker(Layered):
         split, layout, fallback = self.split_gradient(sample, like)
         pairs = gradient_factors(sample, split.used, self.shapes)
         pairs = [(s.to(layout.dtype), a.to(layout.dtype)) for s, a in pairs]
-        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
-        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
-        basis = Basis.of(left, right) if like is None else like.basis
-        scales = squared_gradients(sample, split.blocks, basis.sides)
-        return EigenKroneckerOperator(
-            layout,
-            split.blocks,
-            left,
-            right,
-            basis,
-            tuple(d.to(layout.dtype) for d in scales),
-            fallback,
-            split.unseen,
-            power=self.power,
-            eigenvectors=self.eigenvectors,
-            moments=self.moments,
-        )
+        zeros = [_zeros(block, layout.dtype) for block in split.used]
+        out = self.assembled(split, layout, pairs, fallback, None if like is None else like.basis, zeros)
+        scales = squared_gradients(sample, split.blocks, out.basis.sides)
+        return replace(out, scales=tuple(d.to(layout.dtype) for d in scales))
 
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> EigenKroneckerOperator:
         """In place, all three in few launches; a matrix without a gradient keeps its average."""
@@ -188,43 +183,23 @@ class EigenKronecker(Layered):
         factors = self.identity_factors(blocks, dtype)
         if factors is None:
             return None
-        layers = self.arrange(blocks)
-        scales = {f"{block.names[0]}/D": torch.ones_like(_zeros(block, dtype)) for block in layers}
-        sides = [[factors[f"{block.names[0]}/{side}"] for block in layers] for side in "SA"]
-        basis = {
-            f"{block.names[0]}/{side}": t
-            for block, pair in zip(layers, Basis.of(*sides).sides, strict=True)
-            for side, t in zip("QP", pair, strict=True)
-            if t is not None
-        }
-        return self.restore(model, blocks, factors | scales | basis)
+        ones = {f"{block.names[0]}/D": torch.ones_like(_zeros(block, dtype)) for block in self.arrange(blocks)}
+        return self.restore(model, blocks, factors | ones)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
+        """Without eigenvectors among the tensors, with those of S and A."""
         split, fallback = self.restored_split(model, blocks, tensors)
-        dtype = split.dtype(tensors, fallback)
+        layout = Layout.of(model.params, split.dtype(tensors, fallback))
         names = [block.names[0] for block in split.used]
+
+        def of_zeros(block: Block) -> tuple[Rotation, Rotation]:
+            s, a = self.zeros(block, layout.dtype)
+            return Basis.of([s], [a]).sides[0]
+
+        sides = split.of_all([(tensors.get(f"{name}/Q"), tensors.get(f"{name}/P")) for name in names], of_zeros)
+        basis = Basis.of_sides(sides) if any(key.rpartition("/")[2] in ("Q", "P") for key in tensors) else None
         saved = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
-        factors = split.of_all(saved, lambda block: self.zeros(block, dtype))
-        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
-        d = tuple(split.of_all((tensors[f"{name}/D"] for name in names), lambda block: _zeros(block, dtype)))
-        q, p = ([tensors.get(f"{block.names[0]}/{side}") for block in split.blocks] for side in "QP")
-        unused = [b for b, block in enumerate(split.blocks) if block.names[0] in split.unseen]
-        for b, sides in zip(unused, Basis.of([left[b] for b in unused], [right[b] for b in unused]).sides, strict=True):
-            q[b], p[b] = sides  # of zeros, as they were
-        layout = Layout.of(model.params, dtype)
-        return EigenKroneckerOperator(
-            layout,
-            split.blocks,
-            left,
-            right,
-            Basis(tuple(q), tuple(p)),
-            d,
-            fallback,
-            split.unseen,
-            power=self.power,
-            eigenvectors=self.eigenvectors,
-            moments=self.moments,
-        )
+        return self.assembled(split, layout, saved, fallback, basis, [tensors[f"{name}/D"] for name in names])
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""

@@ -10,7 +10,7 @@ without coordinates Luk and Grosse 2018.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
@@ -198,19 +198,24 @@ class Kronecker(Layered):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         self.check_pulled_back()
-        split, dtype = self.split(pullback, like), pullback.y.dtype
+        split, layout = self.split(pullback, like), Layout(pullback.model.like, pullback.y.dtype)
         estimates, positions = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
-        factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
-        return KroneckerOperator(
-            Layout(pullback.model.like, dtype),
-            split.blocks,
-            tuple(lay_out(s) for s, _ in factors),
-            tuple(lay_out(a) for _, a in factors),
-            self.fallback_estimate(split),
-            split.unseen,
-            power=self.power,
-            positions=tuple(split.of_all(positions, lambda block: 0)),
-        )
+        counts = tuple(split.of_all(positions, lambda block: 0))
+        return replace(self.assembled(split, layout, estimates, self.fallback_estimate(split)), positions=counts)
+
+    def assembled(
+        self,
+        split: LayerSplit,
+        layout: Layout,
+        pairs: Iterable[tuple[SymFactor, SymFactor]],
+        fallback: Operator | None,
+        halves: tuple[Halves | None, ...] = (),
+    ) -> KroneckerOperator:
+        """The operator with these S and A of the used layers; those of the others are zero."""
+        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
+        left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
+        out = KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
+        return replace(out, fit=self.fit, halves=halves)
 
     def check_pulled_back(self) -> None:
         if self.fit == "kl":
@@ -251,19 +256,7 @@ class Kronecker(Layered):
         split, layout, fallback = self.split_gradient(sample, like)
         nearest, inputs_only = self.nearest(like), self._inputs_only
         pairs = gradient_factors(sample, split.used, self.shapes, nearest, inputs_only=inputs_only)
-        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
-        left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
-        return KroneckerOperator(
-            layout,
-            split.blocks,
-            left,
-            right,
-            fallback,
-            split.unseen,
-            power=self.power,
-            fit=self.fit,
-            halves=_halves_of(like),
-        )
+        return self.assembled(split, layout, pairs, fallback, () if like is None else like.halves)
 
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> KroneckerOperator:
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
@@ -294,23 +287,11 @@ class Kronecker(Layered):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
-        dtype = split.dtype(tensors, fallback)
+        layout = Layout.of(model.params, split.dtype(tensors, fallback))
         saved = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in split.used]
-        factors = split.of_all(saved, lambda block: self.zeros(block, dtype))
-        left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         roots = [[tensors.get(f"{block.names[0]}/{letter}") for letter in HALVES] for block in split.blocks]
         halves = tuple(None if s is None or a is None else (s, a) for s, a in roots) if self.fit == "kl" else ()
-        return KroneckerOperator(
-            Layout.of(model.params, dtype),
-            split.blocks,
-            left,
-            right,
-            fallback,
-            split.unseen,
-            power=self.power,
-            fit=self.fit,
-            halves=halves,
-        )
+        return self.assembled(split, layout, saved, fallback, halves)
 
 
 @final
@@ -402,17 +383,8 @@ class KroneckerInBackward(BackwardEstimate):
             (factors[b, "S"], factors[b, "A"]) if (b, "S") in factors else self._structure.zeros(block, dtype)
             for b, block in enumerate(used)
         ]
-        both = split.of_all(pairs, lambda block: self._structure.zeros(block, dtype))
-        left, right = tuple(lay_out(s) for s, _ in both), tuple(lay_out(a) for _, a in both)
-        return KroneckerOperator(
-            self._layout,
-            split.blocks,
-            left,
-            right,
-            fallback,
-            unseen,
-            power=self._structure.power,
-        )
+        out = self._structure.assembled(split, self._layout, pairs, fallback)
+        return replace(out, unseen=unseen)
 
     def _split_like(self, like: Operator | None) -> LayerSplit:
         """The layers, with those that only later passes used: here they are unseen, and have no fallback."""
@@ -773,7 +745,7 @@ class ProductInverse(LayerInverse):
             return separated(right.solve_right(left.solve(joined(columns))), columns)
         graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
         L, R = left.memory, right.memory
-        if is_dense(L) and is_dense(R) and not graph and L.shape[0] == columns[0].shape[0]:
+        if self.dense[self.batches[batch][0]] == (True, True) and not graph and L.shape[0] == columns[0].shape[0]:
             return two_sided_columns(L, columns, R)
         w = joined(columns)
         in_place = not graph and w is not columns[0]
@@ -874,10 +846,6 @@ def _relative_shifts(
     groups, means = _group_means(left, right)
     shifts, counts = relative_shifts(epsilon, means).masked_fill(is_rounding(_sizes(groups)), 0.0), list(map(len, left))
     return shifts[0].split(counts), shifts[1].split(counts)
-
-
-def _halves_of(like: Operator | None) -> tuple[Halves | None, ...]:
-    return like.halves if isinstance(like, KroneckerOperator) else ()
 
 
 def _addresses(halves: Sequence[Halves | None]) -> list[tuple[int, ...]]:

@@ -878,17 +878,19 @@ class LayerInverse(Inverse):
 
     def sharp(self, ω: Covector) -> Vector:
         check_kind(ω, Covector, "inverse.sharp(ω)")
-        self.layout.check(ω)
-        v = self._solve_layers(ω)
+        named = dict(ω.items())
+        self.layout.check(named)
+        v = self._solve_layers(named)
         if self.fallback is not None:
             v |= self.fallback.sharp(Covector(self.uncovered.named(ω)))
         return self._vector(v)
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
         check_kind(ω, Covector, "inverse.sharp_with_pairing(ω)")
-        self.layout.check(ω)
+        named = dict(ω.items())
+        self.layout.check(named)
         pairs: list[tuple[Tensor, Tensor]] = []
-        v = self._solve_layers(ω, pairs)
+        v = self._solve_layers(named, pairs)
         pairing = fused.pairing(pairs) if pairs else None
         if self.fallback is not None:
             below, more = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
@@ -1248,6 +1250,11 @@ class Basis:
     left: tuple[Rotation, ...]  # Q [c o o]
     right: tuple[Rotation, ...]  # P [c i i]
     failures: Tensor | None = None  # of the last step that followed the factors, as far as the host has read
+
+    @staticmethod
+    def of_sides(sides: Sequence[tuple[Rotation, Rotation]]) -> Basis:
+        """Of Q and P of every layer."""
+        return Basis(tuple(q for q, _ in sides), tuple(p for _, p in sides))
 
     @staticmethod
     def of(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
