@@ -2,9 +2,9 @@
 Gradient descent on Rosenbrock's function
 =========================================
 
-Rosenbrock's function is ‖z‖² of the outputs z = (1 − x₁, 10 (x₂ − x₁²)). Gradient descent on x bounces across a curved
-valley. Gradient descent on z goes straight to the minimum. With ‖z‖² and not ½‖z‖² the step that arrives at once is ½:
-the step 1 would only change the sign of z (after Grosse (2021), figure 1).
+Rosenbrock's function is ‖z‖² of the outputs z = (1 − x₁, 10 (x₂ − x₁²)). Gradient descent on x bounces across a
+curved valley. Gradient descent on z goes straight to the minimum. With ‖z‖² and not ½‖z‖² the step that arrives at
+once is ½: the step 1 would only change the sign of z (after Grosse (2021), figure 1).
 """
 
 import torch

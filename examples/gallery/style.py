@@ -6,7 +6,8 @@ There is no background, and text is grey, so that a picture can be read on a lig
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import matplotlib.pyplot as plt
 import torch
@@ -64,12 +65,15 @@ def figure(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 
     return made, list(axes.flat)
 
 
-def curves(ax: Axes, lines: Mapping[str, tuple[Tensor | list[float], Tensor | list[float]]], marker: str = "") -> None:
-    """Draw named lines x, y; every name stands at the end of its line, moved up where two would cover each other."""
+Line = tuple[Tensor | Sequence[float], Tensor | Sequence[float]]
+
+
+def curves(ax: Axes, lines: Mapping[str, Line], labels: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Draw named lines x, y; every name (or label) stands at the end of its line, above another that is too near."""
     ends: list[tuple[float, float, str]] = []
     for name, (x, y) in lines.items():
         xs, ys = torch.as_tensor(x).detach(), torch.as_tensor(y).detach()
-        ax.plot(xs, ys, marker=marker, ms=3, color=COLOURS[name])
+        ax.plot(xs, ys, color=COLOURS[name])
         ends.append((float(xs[-1]), float(ys[-1]), name))
     ax.margins(x=0.02)
     ax.figure.canvas.draw()
@@ -81,7 +85,9 @@ def curves(ax: Axes, lines: Mapping[str, tuple[Tensor | list[float], Tensor | li
     for right, height, name in sorted(places, key=lambda place: place[1]):
         above = max(height, above + 13)
         u, v = map(float, ax.transAxes.inverted().transform((right, above)))
-        ax.text(u + 0.02, v, name, color=COLOURS[name], transform=ax.transAxes, va="center", fontsize=9)
+        ax.text(
+            u + 0.02, v, labels.get(name, name), color=COLOURS[name], transform=ax.transAxes, va="center", fontsize=9
+        )
 
 
 def path(ax: Axes, points: Tensor | list[Tensor], name: str, label: tuple[float, float] | None = None) -> None:
@@ -92,12 +98,12 @@ def path(ax: Axes, points: Tensor | list[Tensor], name: str, label: tuple[float,
         ax.annotate(name, label, color=COLOURS[name], fontsize=9)
 
 
-def arrow(ax: Axes, start: Tensor, by: Tensor, name: str, text: str = "") -> None:
+def arrow(ax: Axes, start: Tensor, by: Tensor, name: str, text: str = "", offset: tuple[float, float] = (4, 4)) -> None:
     """Draw a vector at a point, with a word at its tip."""
     colour = COLOURS.get(name, GREY)
     tip = start + by
     props = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
     ax.annotate("", (float(tip[0]), float(tip[1])), (float(start[0]), float(start[1])), arrowprops=props)
     ax.annotate(
-        text or name, (float(tip[0]), float(tip[1])), (4, 4), textcoords="offset points", color=colour, fontsize=9
+        text or name, (float(tip[0]), float(tip[1])), offset, textcoords="offset points", color=colour, fontsize=9
     )

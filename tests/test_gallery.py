@@ -1,0 +1,85 @@
+"""The scripts of the gallery run, are short, and look alike: a method has one colour, its name stands at its line."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+import torch
+
+from examples.gallery import style
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
+
+
+@pytest.fixture
+def pyplot(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Without a screen, with few steps; figures and the style are gone afterwards."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setenv("GALLERY", "quick")
+    with torch.random.fork_rng(), matplotlib.rc_context():
+        yield plt
+        plt.close("all")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem.removeprefix("plot_"))
+def test_a_script_draws_its_picture(path: Path, pyplot: object, tmp_path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few steps
+        runpy.run_path(str(path))
+    (number,) = plt.get_fignums()
+    figure = plt.figure(number)
+    for axes in figure.axes:
+        assert axes.get_title(), "a title says what is drawn; it is what a screen reader reads"
+        assert axes.get_legend() is None, "names stand at the lines (style.curves)"
+    figure.savefig(tmp_path / "picture.svg", transparent=True)
+    root = ElementTree.parse(tmp_path / "picture.svg").getroot()
+    texts = {
+        "".join(node.itertext()).strip(): node.get("style", "")
+        for node in root.iter("{http://www.w3.org/2000/svg}text")
+    }
+    assert texts, "text is text, and not outlines"
+    for text, look in texts.items():
+        if (colour := style.COLOURS.get(text)) is not None:
+            assert f"fill: {colour}" in look, f"{text} has the colour {look}, not {colour}"
+    white = re.search(r"fill: #ffffff", (tmp_path / "picture.svg").read_text(encoding="utf-8"))
+    assert white is None, "no background: the page may be dark"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem.removeprefix("plot_"))
+def test_a_script_is_short_and_has_a_page(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    title = re.match(r'"""\n(.+)\n(=+)\n\n\S', text)
+    assert title is not None, "a docstring with a title and a text"
+    assert len(title[1]) == len(title[2])
+
+
+def test_methods_have_different_colours() -> None:
+    methods = [name for name in style.COLOURS if name not in ("first", "second")]
+    assert len({style.COLOURS[name] for name in methods}) == len(methods)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("name", style.COLOURS)
+def test_a_colour_can_be_seen_on_light_and_on_dark_pages(name: str) -> None:
+    """Contrast at least 3 (WCAG, graphics) with white and with furo's dark background."""
+    colour, dark = luminance(style.COLOURS[name]), luminance("#131416")
+    assert 1.05 / (colour + 0.05) > 3
+    assert (colour + 0.05) / (dark + 0.05) > 3
