@@ -105,7 +105,7 @@ def test_the_exact_products_of_a_step_rule() -> None:
     model(x).square().mean().backward()
     v = ng.Vector({"theta": torch.tensor([3.0], dtype=torch.float64)})
     with torch.inference_mode():
-        found = opt.tracker.batch_queries.curvature([v], 1.0)
+        found = opt.source.batch_queries.curvature([v], 1.0)
     torch.testing.assert_close(found.clone(), (4 * 0.7**2 * 9 * x.square().mean()).reshape(1, 1))
 
 

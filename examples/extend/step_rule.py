@@ -9,7 +9,7 @@ structure and solver.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,9 @@ class Polyak(StepRule):
     Polyak (1969) has it with the gradient for v.
     """
 
-    minimum: float = 0.0
+    needs_closure: ClassVar[bool] = True
 
-    @property
-    def needs_closure(self) -> bool:
-        return True
+    minimum: float = 0.0
 
     def take(self, context: StepContext) -> Step:
         v = context.sharp(context.differential, context.damping)

@@ -140,8 +140,7 @@ class Flag:
 
         Readings that have not arrived are left for later, up to eight of them.
         """
-        self.value = None
-        readings = self._readings
+        self.value, readings = None, self._readings
         while reading := readings.take() if len(readings) > _AHEAD else readings.take_arrived():
             (flag,), (what, step) = reading
             if flag > 0:

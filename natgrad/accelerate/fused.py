@@ -296,17 +296,14 @@ def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     >>> pairing([(torch.ones(3), torch.arange(3.0)), (torch.ones(2), torch.arange(2.0))])
     tensor(4.)
     """
-    dots = [[pair] for pair in pairs]
+    flat = [(x.flatten(), y.flatten()) for x, y in pairs]
     if is_asynchronous(pairs[0][1].device):  # biases and scales as one vector
-        small = [pair for pair in pairs if pair[1].numel() <= _SMALL]
-        dots = [[pair] for pair in pairs if pair[1].numel() > _SMALL] + ([small] if small else [])
-    sides = ((_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in dots)
-    precise = ((x, y.float() if y.dtype in _HALF else y) for x, y in sides)
+        small = [pair for pair in flat if len(pair[1]) <= _SMALL]
+        if len(small) > 1:
+            x, y = (torch.cat(side) for side in zip(*small, strict=True))
+            flat = [*(pair for pair in flat if len(pair[1]) > _SMALL), (x, y)]
+    precise = ((x, y.float() if y.dtype in _HALF else y) for x, y in flat)
     return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in precise]).sum()
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
 
 
 def _laid_out_like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import Relative, number_of
 from natgrad.model import Model
+from natgrad.optim.parameters import ParameterStatus
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping, like
@@ -71,12 +72,12 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "counted": tracker.absorbed,
         "estimated": tracker.estimated,
         "inverted": preconditioner.inverted,
-        "wanted": sorted(tracker.pending_params),
-        "outside": sorted(tracker.outside),
-        "unreached": sorted(tracker.unreached),
+        "wanted": sorted(tracker.parameters.pending),
+        "outside": sorted(tracker.parameters.outside),
+        "unreached": sorted(tracker.parameters.unseen),
         "operations": tracker.observer.cache.operations.state(),
         "examples": tracker.model.examples,
-        "left": sorted(tracker.left),
+        "left": sorted(tracker.parameters.ruleless),
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": number_of(preconditioner.damping),
@@ -123,14 +124,14 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     check_signature("optimizer", state, _signature(tracker, preconditioner))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
-    left = frozenset(state.get("left", ()))
-    if not left <= tracker.optional:
-        names = ", ".join(sorted(left - tracker.optional))
+    left, table = frozenset(state.get("left", ())), tracker.parameters
+    if not left <= table.optional:
+        names = ", ".join(sorted(left - table.optional))
         raise ValueError(
             f"this is the state of another optimizer: AdamW steps {names}, which no layer rule covered, and here it "
             f'has a metric. Give fallback="adamw". {_NOTHING}'
         )
-    observer = tracker.observer if left == tracker.left else tracker.declared.without(left)
+    observer = tracker.observer if left == table.ruleless else tracker.declared.without(left)
     model, solver = observer.model, preconditioner.solver
     if "guess" in state["inverse"]:  # what an iterative solver starts from is over all parameters
         _check_shape("guess of the inverse of the metric", state["inverse"]["guess"], (model.size,))
@@ -163,16 +164,23 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         inverse = inverse or preconditioner.world.inverse(solver, G, λ, warm=saved)
 
     def go_on() -> None:
-        if observer is not tracker.observer:
-            tracker.use_observer(observer, left)
+        tracker.observer = observer
         if state.get("examples") == "inputs":  # of outputs that were found to be flattened
             tracker.use_model(replace(model, examples="inputs"))
         observer.cache.operations.put(layers, observer.blocks)
         tracker.step, tracker.estimated = state["step"], state["estimated"]
-        tracker.average, tracker.pending_params = average, frozenset(state["wanted"])
-        tracker.outside, tracker.unreached = (frozenset(state.get(key, ())) for key in ("outside", "unreached"))
+        tracker.average = average
         tracker.weight.total, tracker.weight.step_size = state["mass"]
         tracker.discard()
+        statuses = {
+            ParameterStatus.UNSEEN: state.get("unreached", ()),
+            ParameterStatus.PENDING: state["wanted"],
+            ParameterStatus.OUTSIDE: state.get("outside", ()),
+            ParameterStatus.RULELESS: left,
+        }
+        table.reset(statuses)
+        if average is not None:
+            table.see(tracker.unseen(average))
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
         preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
         preconditioner.unseen = frozenset() if average is None else average.unseen

@@ -11,11 +11,11 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
+from natgrad.accelerate.devices import get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.modules import load_compiler, uncompiled
-from natgrad.accelerate.replay import GraphCache, Scalar
-from natgrad.errors import IncompatibleError, LossMismatchError
+from natgrad.accelerate.replay import GraphCache
+from natgrad.errors import IncompatibleError, LossMismatchError, NonFiniteError
 from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative, number_of
@@ -24,10 +24,21 @@ from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, w
 from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
 from natgrad.optim.distributed import refuse_sharded, world_of
 from natgrad.optim.loss_check import LossCheck
+from natgrad.optim.model_check import ModelCheck
+from natgrad.optim.parameters import ParameterStatus, ParameterTable
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
+from natgrad.optim.sources import (
+    BackwardSource,
+    Captured,
+    GradientSource,
+    OutputSource,
+    PassSource,
+    Source,
+    attach,
+)
 from natgrad.optim.state_layout import divided, joined
-from natgrad.optim.tracker import MetricTracker, attach
+from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import (
     MomentumOn,
     ParamUpdate,
@@ -206,21 +217,17 @@ class NaturalGradient(torch.optim.Optimizer):
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
         self.rule, self.momentum_on, self.nesterov = step, momentum_on, nesterov
         scale_free = isinstance(step, Normalised | Polar)
-        check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
+        self._check: LossCheck | None = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
         queried = not isinstance(step, PlainRule)
         ruled = not of_gradients and schedule.structure.uncovered() is not None  # rules matter
-        optional = backed if ruled else frozenset()
-        self.tracker = MetricTracker(
-            observer,
-            schedule,
-            generator=generator,
-            wrapping=wrapping,
-            world=world,
-            whole=whole,
-            loss_check=check,
-            queried=queried,
-            optional=optional,
-        )
+        self.parameters = ParameterTable(whole.params, by_adamw=by_adamw, backed=backed, ruled=ruled)
+        self.tracker = MetricTracker(observer, schedule, generator=generator, world=world, parameters=self.parameters)
+        # A metric of gradients sees no forward pass.
+        self._model_check = ModelCheck(whole, self.tracker.module, [] if of_gradients else blocks)
+        self.source: Source = GradientSource(self.tracker, check)
+        if not of_gradients:
+            kind = BackwardSource if metric.source == "backward" else OutputSource
+            self.source = kind(self.tracker, check, model_check=self._model_check, wrapping=wrapping, queried=queried)
         self.preconditioner = Preconditioner(
             solver,
             schedule,
@@ -237,13 +244,12 @@ class NaturalGradient(torch.optim.Optimizer):
         names = {id(p): name for name, p in whole.params.items()}
         self._of_groups: Members = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
         self._divided: tuple[frozenset[str] | None, Members, Members] = (None, (), ())  # see ``_division``
-        self._by_adamw, self._strict = by_adamw, strict
-        self._backed = backed  # by AdamW, where the metric does not see them
+        self._strict = strict
         self._zeros: dict[str, Tensor] = {}  # gradients of parameters that the metric does not see
         self._last: Step | _Plain | None = None
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
-        if not of_gradients and not self.tracker.constant:
-            attach(self.tracker, self)
+        if isinstance(self.source, PassSource) and not self.tracker.constant:
+            attach(self.source, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
@@ -291,7 +297,8 @@ class NaturalGradient(torch.optim.Optimizer):
         >>> model(x).square().mean().backward()
         >>> opt.step()
         """
-        self.tracker.refresh(x, target)
+        if not self.tracker.constant:
+            self.source.refresh(x, target)
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
@@ -317,7 +324,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim. A forward pass that was interrupted (KeyboardInterrupt) is forgotten."""
-        self.tracker.abandon()
+        self.source.abandon()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -327,7 +334,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return self._take_uncompiled(self, closure) if torch.compiler.is_compiling() else self._take(closure)
 
     def _take(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None and self._prepared():
+        if closure is None and not self.tracker.step and self._prepared():
             return None
         if closure is not None and not callable(closure):
             raise TypeError(
@@ -342,57 +349,74 @@ class NaturalGradient(torch.optim.Optimizer):
         loss, loss_at = None, None
         try:
             if closure is not None:
-                rng_state = get_rng_state(self.tracker.model.example.device)
+                rng_state = get_rng_state(self.tracker.device)
                 with torch.enable_grad():
                     loss = closure()
-                loss_at = _loss_at(self.tracker, self._params, closure, loss, rng_state)
+                loss_at = _loss_at(self.source, self._params, closure, loss, rng_state)
             grads = self._gradients()
-            with self.tracker.checked(trained=len(grads) == len(self._params)):
-                self._step(grads, loss_at)
-        except BaseException:
+            self._model_check.check(trained=len(grads) == len(self._params), estimates=self.tracker.due)
+            self._step(grads, loss_at)
+        except BaseException as error:
             self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
-            self.tracker.discard()
+            self._discard()
+            if isinstance(error, NonFiniteError) and "at step" not in str(error):
+                raise NonFiniteError(f"at step {self.tracker.step}: {error}") from error
             raise
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, grads: Mapping[str, Tensor], loss_at: Loss | None) -> None:
         """ω from the gradients, G from the tracker, the step rule with the inverse of G, then ``commit`` of G."""
-        self.tracker.report_loss()
+        self._report_loss()
         if self.tracker.step == 0:
             for of_param in self.state.values():
                 of_param.pop("momentum", None)  # zeros, to load into
             self._mark()
         ω, without_grad = self._differential(grads)
-        average: tuple[Callable[[Covector, Scalar], None], float] | None = None
-        if self.tracker.sees_gradients:
-            if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
-                self.flag.check(grads, "the gradient")  # of AdamW's parameters, too: a step is refused as a whole
-            if self._captures_metric(without_grad):
-                average = self.tracker.gradient_average()
-            else:
-                self.tracker.see_gradient(ω, without_grad)
-        self.tracker.finish_backward(ω, without_grad)
-        G, estimated = self.tracker.average_with_new()
-        idle = without_grad | self._without_metric(ω, self.tracker.unseen(G) - without_grad, estimated)
-        ω = self._metered(ω, idle)
         damping = like(self.preconditioner.damping, common_damping(self.param_groups))
+        captured = self.source.collect(
+            ω, without_grad, grads, lambda: not without_grad and self._captures_metric(damping)
+        )
+        G, estimated = self.source.operator()
+        idle = without_grad
+        if blind := (self.tracker.unseen(G) if estimated else self.parameters.unseen) - without_grad:
+            idle = without_grad | blind
+            self._put_aside(ω, blind, estimated)
+            ω = self._metered(ω, blind)
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
-                self._last = self._plain_step(self.rule, ω, grads, idle, damping, average)
+                self._last = self._plain_step(self.rule, ω, grads, idle, damping, captured)
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
         G = self.preconditioner.with_roots(G)
         self.tracker.commit(G, estimated)
+        self._discard()
         if estimated:
             self.tracker.average = self.preconditioner.refresh_basis_after(G)
 
-    def _captures_metric(self, without_grad: frozenset[str]) -> bool:
+    def _discard(self) -> None:
+        """The step is over: wait for nothing that belongs to it."""
+        self.source.discard()
+        if self._check is not None:
+            self._check.forget()
+
+    def _report_loss(self) -> None:
+        """Compare the loss that is trained with the one given: other shards may show nothing of what is wrong here."""
+        if self._check is None:
+            return
+        try:
+            self._check.report()
+        except LossMismatchError as error:
+            if self.tracker.raises_now:
+                raise
+            self.tracker.postpone(error)
+
+    def _captures_metric(self, damping: Damping) -> bool:
         """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
-        G, damping = self.tracker.average, like(self.preconditioner.damping, common_damping(self.param_groups))
-        if without_grad or G is None or not isinstance(self.rule, PlainRule):
+        G = self.tracker.average
+        if G is None or not isinstance(self.rule, PlainRule):
             return False
-        return is_asynchronous(self.tracker.model.example.device) and self.preconditioner.capturable(G, damping)
+        return is_asynchronous(self.tracker.device) and self.preconditioner.capturable(G, damping)
 
     def _plain_step(
         self,
@@ -401,7 +425,7 @@ class NaturalGradient(torch.optim.Optimizer):
         grads: Mapping[str, Tensor],
         idle: frozenset[str],
         damping: Damping,
-        average: tuple[Callable[[Covector, Scalar], None], float] | None,
+        average: Captured | None,
     ) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
 
@@ -409,11 +433,12 @@ class NaturalGradient(torch.optim.Optimizer):
         step. ``average``: what adds the gradient to the moving average of the metric, with its weight, if that is a
         part of the step.
         """
-        flag, adamw = self.flag, self._adamw()
+        flag, adamw = self.flag, self._adamw() if self.parameters.adamw else None
         invert = self.preconditioner.prepare_in_step(damping) if average is not None else None
         inverse = self.preconditioner.prepare(damping)
-        of_adamw, complete = adamw.gradients(grads)
-        names, count, groups = [*ω, *of_adamw], len(ω), len(self.param_groups)
+        of_adamw, complete = ({}, True) if adamw is None else adamw.gradients(grads)
+        of_metric = dict(ω.items())
+        names, count, groups = [*of_metric, *of_adamw], len(of_metric), len(self.param_groups)
 
         def run(gradients: Sequence[Tensor], numbers: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
             rates, weights = numbers[:groups], numbers[groups : groups + len(of_momenta)]
@@ -425,16 +450,17 @@ class NaturalGradient(torch.optim.Optimizer):
             if invert is not None:
                 invert()
             velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag, beside=others)
-            adamw.step(others, rates, flag.value)
+            if adamw is not None:
+                adamw.step(others, rates, flag.value)
             return velocity, flag.value
 
-        gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
-        of_momenta, of_metric = self._momentum_weights(), [] if average is None else [average[1]]
-        whole = complete and not idle - self.tracker.outside
-        if not whole or isinstance(inverse, CGInverse) or not is_asynchronous(gradients[0].device):
-            velocity, _ = run(gradients, [*rates, *of_momenta, *of_metric])
+        gradients, rates = [*of_metric.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
+        of_momenta, of_average = self._momentum_weights(), [] if average is None else [average[1]]
+        changing = bool(idle - self.parameters.outside) or not complete or isinstance(inverse, CGInverse)
+        if changing or not is_asynchronous(self.tracker.device):
+            velocity, _ = run(gradients, [*rates, *of_momenta, *of_average])
         else:
-            numbers, key = [*(float(rate) for rate in rates), *of_momenta, *of_metric], self._graph_key()
+            numbers, key = [*(float(rate) for rate in rates), *of_momenta, *of_average], self._graph_key()
             if average is not None:
                 assert self.tracker.average is not None
                 key = key, self.tracker.average.addresses, invert is not None and damping  # λ is a number in the graph
@@ -477,21 +503,21 @@ class NaturalGradient(torch.optim.Optimizer):
     @property
     def _division(self) -> tuple[Members, Members]:
         """By group, the parameters that have a metric, and those of the fallback, also for want of a layer rule."""
-        left, members, of_adamw = self._divided
-        if left != self.tracker.left:
-            names = self._by_adamw | self.tracker.left
+        names, members, of_adamw = self._divided
+        if names is not self.parameters.without_metric:
+            names = self.parameters.without_metric
             members = [[pair for pair in pairs if pair[0] not in names] for pairs in self._of_groups]
             of_adamw = [[pair for pair in pairs if pair[0] in names] for pairs in self._of_groups]
-            self._divided = self.tracker.left, members, of_adamw
+            self._divided = names, members, of_adamw
         return members, of_adamw
 
     @property
     def _adamw_members(self) -> Members:
         """The parameters that AdamW steps, by group: those of the fallback, and those that it takes over.
 
-        It takes over the parameters that the loss does not reach through the outputs (``tracker.outside``).
+        It takes over the parameters that the loss does not reach through the outputs (``ParameterStatus.OUTSIDE``).
         """
-        taken = self.tracker.outside & self._backed
+        taken = self.parameters.adamw - self.parameters.without_metric
         members, of_adamw = self._division
         if not taken:
             return of_adamw
@@ -504,7 +530,7 @@ class NaturalGradient(torch.optim.Optimizer):
         states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
         addresses = *map(Tensor.data_ptr, self._params.values()), *map(Tensor.data_ptr, states)
         options = tuple([(group["momentum"], group["weight_decay"]) for group in self.param_groups])
-        return self.preconditioner.version, options, addresses, self.tracker.outside
+        return self.preconditioner.version, options, addresses, self.parameters.outside
 
     def _general_step(
         self,
@@ -535,9 +561,9 @@ class NaturalGradient(torch.optim.Optimizer):
 
         def move(v: Vector) -> Vector:
             nonlocal remembered
-            velocity = update.accelerate(v)
-            remembered = velocity if self.momentum_on == "steps" else remembered
-            return displacement(update.rates, velocity, params)
+            update.accelerate(v)
+            remembered = v if self.momentum_on == "steps" else remembered
+            return displacement(update.rates, v, params)
 
         context = StepContext(
             step=tracker.step,
@@ -551,8 +577,8 @@ class NaturalGradient(torch.optim.Optimizer):
             sharp=lambda ω, λ: update.at_rest(inverse.sharp_at(ω, like(damping, λ))),
             move=move,
             velocity=lambda: update.velocity(tracker.model.params),
-            acceleration=lambda δ: -update.at_rest(inverse.sharp_cold(tracker.batch_queries.christoffel(δ))),
-            queries=lambda: tracker.batch_queries,
+            acceleration=lambda δ: -update.at_rest(inverse.sharp_cold(self.source.batch_queries.christoffel(δ))),
+            queries=lambda: self.source.batch_queries,
             loss_at=loss_at,
             at_rest=update.at_rest,
         )
@@ -594,28 +620,24 @@ class NaturalGradient(torch.optim.Optimizer):
             grads = {**grads, **{name: torch.zeros_like(params[name]) for name in without}}
         return Covector({name: grads[name] for name in params}), frozenset(without)
 
-    def _without_metric(self, ω: Covector, names: frozenset[str], estimated: bool) -> frozenset[str]:
+    def _put_aside(self, ω: Covector, names: frozenset[str], estimated: bool) -> None:
         """``names``: parameters with a gradient that are in no estimate. G is 0 there, and their step would be ω/λ.
 
         If the metric was estimated in this step, the loss reaches them, but not through the outputs: AdamW steps them
         if it is their fallback, otherwise they do not move. If it was not, a pass has used them for the first time:
         they do not move until the metric has been estimated with them.
         """
-        tracker = self.tracker
-        if not names:
-            return names
-        if estimated and tracker.metric.source != "gradients":
-            tracker.outside |= names
-            tracker.pending_params -= names
+        table = self.parameters
+        if estimated and self.tracker.metric.source != "gradients":
+            table.put(ParameterStatus.OUTSIDE, names)
             self._name_outside(ω, [name for name in ω if name in names])
-        news = names - tracker.outside
-        tracker.pending_params |= news
+        news = names - table.outside
+        table.put(ParameterStatus.PENDING, news)
         self._log_once(
             sorted(news),
             "a gradient, but no forward pass that the metric was estimated from has used them. They are left alone, "
             "and the metric is estimated in every step, until one has",
         )
-        return names
 
     def _name_outside(self, ω: Covector, names: Sequence[str]) -> None:
         """Warn once of parameters that the loss reaches, but not through the outputs. Zero gradients do not count."""
@@ -623,8 +645,8 @@ class NaturalGradient(torch.optim.Optimizer):
         if not new or not (named := [name for name in new if bool(ω[name].any())]):
             return
         self._logged.update((name, _OUTSIDE) for name in named)
-        taken = [name for name in named if name in self._backed]
-        left = [name for name in named if name not in self._backed]
+        taken = [name for name in named if name in self.parameters.backed]
+        left = [name for name in named if name not in self.parameters.backed]
         ends = [f"AdamW steps {', '.join(taken)}"] if taken else []
         ends += [f"{', '.join(left)} {_LEFT}"] if left else []
         message = _OUTSIDE.format(len(named), len(self._params), "; ".join(ends))
@@ -632,14 +654,11 @@ class NaturalGradient(torch.optim.Optimizer):
             raise LossMismatchError(message)
         _log.warning(message)
 
-    def _metered(self, ω: Covector, idle: frozenset[str]) -> Covector:
-        """ω, with zeros for parameters that have a gradient and are not moved by the metric (``idle``).
+    def _metered(self, ω: Covector, blind: frozenset[str]) -> Covector:
+        """ω, with zeros for parameters that have a gradient and are not moved by the metric (``blind``).
 
         The zeros are cached: a captured step must find them at the same address.
         """
-        blind = [name for name in idle if self.tracker.model.params[name].grad is not None]
-        if not blind:
-            return ω
         for name in blind:
             if name not in self._zeros:
                 self._zeros[name] = torch.zeros_like(ω[name])
@@ -689,7 +708,7 @@ class NaturalGradient(torch.optim.Optimizer):
         Before it loads a state, it calls ``step`` once with zero gradients and zero learning rates, so that the
         optimizer creates the tensors to load into. There was no forward pass, and there is nothing to estimate.
         """
-        began = self.tracker.step or self.state or self.tracker.has_estimate or self.tracker.awaits_backward
+        began = self.state or self.tracker.has_estimate or self.source.awaits_backward
         if began or any(float(group["lr"]) for group in self.param_groups):
             return False
         grads = [p.grad for p in self._params.values() if p.grad is not None]
@@ -742,7 +761,7 @@ class _Plain:
 
 
 def _loss_at(
-    tracker: MetricTracker, params: Mapping[str, Tensor], closure: Callable[[], Any], value: Any, rng_state: Tensor
+    source: Source, params: Mapping[str, Tensor], closure: Callable[[], Any], value: Any, rng_state: Tensor
 ) -> Loss:
     """The closure's loss at other parameters, or, for None, the ``value`` that it had here. Nothing stays changed.
 
@@ -752,10 +771,12 @@ def _loss_at(
     first call. Buffers, such as running statistics, do not see the parameters that were only tried.
     """
 
+    tracker = source.tracker
+
     def loss_at(landing: Mapping[str, Tensor] | None) -> float:
         if landing is None:
             return tracker.mean_over_ranks(_number(value))
-        device = tracker.model.example.device
+        device = tracker.device
         saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
         now = get_rng_state(device)
         try:
@@ -763,7 +784,7 @@ def _loss_at(
                 p.copy_(landing.get(name, p))
                 p.grad = None
             set_rng_state(device, rng_state)
-            with torch.enable_grad(), tracker.suspended(), untouched(tracker.module):
+            with torch.enable_grad(), source.suspended(), untouched(tracker.module):
                 return tracker.mean_over_ranks(_number(closure()))
         finally:
             set_rng_state(device, now)

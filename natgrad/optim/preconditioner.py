@@ -62,6 +62,7 @@ class Preconditioner:
         # In a step: its number, its metric, whether the last inverse has been overwritten, and whether a layer is new.
         self._step, self._overwritten, self._grown = 0, False, False
         self._operator: Operator | None = None
+        self._settled: Damping | None = None  # the damping for which the inverse is that of this step
         self._capturable: tuple[Operator, Inverse] | None = None  # the last metric and inverse that were so
 
     @contextmanager
@@ -86,11 +87,14 @@ class Preconditioner:
             self.outdated |= self._overwritten
             raise
         finally:
-            self._operator = None
+            self._operator = self._settled = None
 
     def _begin(self, G: Operator, damping: Damping) -> Operator:
         """G, with a new basis if inverse and basis are due."""
-        if self._follows or not self.due(damping):
+        if not self.due(damping):
+            self._settled = damping
+            return G
+        if self._follows:
             return G
         return self._with_new_basis(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
 
@@ -130,7 +134,7 @@ class Preconditioner:
     def prepare(self, damping: Damping) -> Inverse:
         """(G + λ)⁻¹, computed again if that is due. If that fails, the last one is used, and a warning says so once."""
         last, G = self.inverse, self._operator
-        if last is not None and not self.due(damping):
+        if last is not None and (damping == self._settled or not self.due(damping)):
             return last
         assert G is not None
         overwritten = self._overwritten

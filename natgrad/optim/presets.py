@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,27 @@ from natgrad.structures.refresh import Refresh
 _DIAGONAL, _CHOLESKY, _CLIP, _QUARTER = Diagonal(), Cholesky(), KLClip(), Median(divisor=4.0)
 _FIXED, _KERNEL = Fixed(), Kernel()
 _GRADIENTS, _SHARE, _TINY = BatchGradient(), Relative(1e-2), Relative(1e-6)
+
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def _with_arguments_of(
+    other: Callable[_Arguments, NaturalGradient],
+) -> Callable[[Callable[..., NaturalGradient]], Callable[_Arguments, NaturalGradient]]:
+    """A preset with the arguments of another one, in ``help()`` and for type checkers; it gets all of them by name."""
+
+    def decorate(preset: Callable[..., NaturalGradient]) -> Callable[_Arguments, NaturalGradient]:
+        @wraps(preset)
+        def made(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> NaturalGradient:
+            bound = signature(other).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return preset(**bound.arguments)
+
+        vars(made).update(__signature__=signature(other), __annotations__=other.__annotations__)
+        return made
+
+    return decorate
 
 
 def KFAC(
@@ -97,87 +120,21 @@ def KFAC(
     ...     nn.functional.cross_entropy(model(x), t).backward()
     ...     opt.step()
     """
-    return NaturalGradient(
-        model,
-        metric_of(metric, samples=1),
-        structure=_schedule(
-            Kronecker(sharing, strict=strict, largest=largest), step, metric_every, inverse_every, early, decay
-        ),
-        solver=Factored() if solver is None else solver,
-        step=step,
-        lr=lr,
-        damping=damping,
-        momentum=momentum,
-        momentum_on=momentum_on,
-        weight_decay=weight_decay,
-        groups=groups,
-        fallback=fallback,
-        rules=rules,
-        output=output,
-        examples=examples,
-        generator=generator,
-        memory=memory,
-        strict=strict,
-    )
+    return _kfac(Kronecker, Factored(), locals())
 
 
-def EKFAC(
-    model: nn.Module,
-    metric: OutputMetric | Criterion,
-    *,
-    lr: float = 0.1,
-    damping: Damping = 1e-2,
-    momentum: float = 0.9,
-    momentum_on: MomentumOn = "steps",
-    weight_decay: float = 0.0,
-    metric_every: int | None = None,
-    inverse_every: int | None = None,
-    early: bool = True,
-    decay: float = 0.95,
-    step: StepRule = _CLIP,
-    solver: Solver = _CHOLESKY,
-    sharing: Literal["expand", "reduce"] = "expand",
-    fallback: Structure | Literal["adamw"] = _DIAGONAL,
-    strict: bool = False,
-    largest: int = LARGEST,
-    groups: Iterable[dict[str, Any]] = (),
-    rules: Sequence[Rule] = (),
-    output: Callable[[Any], Tensor] | None = None,
-    examples: Literal["inputs"] | None = None,
-    generator: torch.Generator | None = None,
-    memory: int | None = None,
-) -> NaturalGradient:
+@_with_arguments_of(KFAC)
+def EKFAC(**arguments: Any) -> NaturalGradient:
     """EK-FAC (George et al. 2018): as ``KFAC``, scaled by second moments in the eigenbasis of the factors.
 
     The damping is exact, (G + λ)⁻¹. Eigenvectors are computed where ``KFAC`` inverts. The arguments are those of
-    ``KFAC``.
+    ``KFAC``; the default ``solver`` is ``Cholesky()``.
 
     With gradient accumulation the first step differs from that of the joint batch: its second moments are measured in
     the eigenbasis of the first micro-batch, later ones in that of all examples so far. To make the first step exact,
     call ``opt.refresh(x)`` with the joint batch before it.
     """
-    return NaturalGradient(
-        model,
-        metric_of(metric, samples=1),
-        structure=_schedule(
-            EigenKronecker(sharing, strict=strict, largest=largest), step, metric_every, inverse_every, early, decay
-        ),
-        solver=solver,
-        step=step,
-        lr=lr,
-        damping=damping,
-        momentum=momentum,
-        momentum_on=momentum_on,
-        weight_decay=weight_decay,
-        groups=groups,
-        fallback=fallback,
-        rules=rules,
-        output=output,
-        examples=examples,
-        generator=generator,
-        memory=memory,
-        strict=strict,
-    )
+    return _kfac(EigenKronecker, _CHOLESKY, arguments)
 
 
 def SobolevKFAC(
@@ -240,31 +197,9 @@ def SobolevKFAC(
     ...     (model(x) - x.sin().sum(1, keepdim=True)).square().mean().backward()
     ...     opt.step()
     """
-    return KFAC(
-        model,
-        Sobolev(metric_of(metric, samples=1), nu=nu, lengthscale=lengthscale, jitter=jitter, features=features),
-        lr=lr,
-        damping=damping,
-        momentum=momentum,
-        momentum_on=momentum_on,
-        weight_decay=weight_decay,
-        metric_every=metric_every,
-        inverse_every=inverse_every,
-        early=early,
-        decay=decay,
-        step=step,
-        solver=solver,
-        sharing=sharing,
-        fallback=fallback,
-        strict=strict,
-        largest=largest,
-        groups=groups,
-        rules=rules,
-        output=output,
-        examples=examples,
-        generator=generator,
-        memory=memory,
-    )
+    arguments = locals()
+    own = {name: arguments.pop(name) for name in ("nu", "lengthscale", "jitter", "features")}
+    return KFAC(**arguments | {"metric": Sobolev(metric_of(metric, samples=1), **own)})
 
 
 def natural_of_outputs(
@@ -407,18 +342,18 @@ def _real_parts(log_psi: Tensor) -> Tensor:
     return torch.view_as_real(log_psi) if log_psi.is_complex() else log_psi
 
 
-def _schedule(
-    structure: Structure,
-    step: StepRule,
-    metric_every: int | None,
-    inverse_every: int | None,
-    early: bool,
-    decay: float,
-) -> Refresh:
-    usual = step.schedule if isinstance(step, StepRule) else (10, 100)  # NaturalGradient refuses what is no rule
-    every = usual[0] if metric_every is None else metric_every
-    inverse = usual[1] if inverse_every is None else inverse_every
+def _kfac(
+    factors: type[Kronecker] | type[EigenKronecker], solver: Solver, arguments: Mapping[str, Any]
+) -> NaturalGradient:
+    """From the ``arguments`` of ``KFAC``: those of its structure and of its schedule, and those of the optimizer."""
+    rest = dict(arguments)
+    of_structure = {name: rest.pop(name) for name in ("sharing", "largest")}
+    every, inverse, early, decay = (rest.pop(name) for name in ("metric_every", "inverse_every", "early", "decay"))
+    usual = rest["step"].schedule if isinstance(rest["step"], StepRule) else (10, 100)  # the rest is refused later
+    every, inverse = (usual[at] if count is None else count for at, count in enumerate((every, inverse)))
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
         if is_number(count) and count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")
-    return Refresh(structure, every, decay, inverse, early=early)
+    structure = Refresh(factors(**of_structure, strict=rest["strict"]), every, decay, inverse, early=early)
+    own = {"metric": metric_of(rest["metric"], samples=1), "structure": structure}
+    return NaturalGradient(**rest | own | {"solver": solver if rest["solver"] is None else rest["solver"]})

@@ -271,7 +271,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     if ruled and unseen:
         lines.append(f"the outputs do not depend on {', '.join(n for n in tracker.model.params if n in unseen)}")
     uncovered = [name for name in result.uncovered if name not in unseen]
-    optional = [name for name in uncovered if fresh and name in tracker.optional]
+    optional = [name for name in uncovered if fresh and name in tracker.parameters.optional]
     if optional:
         end = "strict=True refuses them" if isinstance(structure, Layered) and structure.strict else "AdamW steps them"
         names = ", ".join(optional)

@@ -262,13 +262,12 @@ class ParamUpdate:
         """What ``remember`` needs for momentum on gradients: ω, or a corrected average, which ``smoothed`` is."""
         return smoothed if any(group.weight is not None for group in self.groups) else ω
 
-    def accelerate(self, v: Vector) -> Vector:
-        """μm + v, in the memory of v; v itself where the momentum is of gradients."""
+    def accelerate(self, v: Mapping[str, Tensor]) -> None:
+        """v ← μm + v; v stays as it is where the momentum is of gradients."""
         for group in self.groups:
             momenta = group.momenta
             if momenta and self.momentum_on == "steps":
                 fused.add_([v[name] for name in momenta], list(momenta.values()), alpha=group.momentum)
-        return v
 
     def apply(self, step: Step, remembered: Vector | Covector | None, flag: Flag) -> None:
         """Change parameters and momentum. Everything has been computed and checked.
@@ -358,20 +357,21 @@ def plain_step(
         flag.check(v, "the step")  # else the sum has overflowed, and no number in it
     if scale is not None and (asynchronous or float(scale) != 1.0):
         fused.scale_(list(v.values()), scale)
-    update.accelerate(v)
-    moving = _farthest({name: v[name] for names, _ in rates for name in names}, rates)
+    velocities = dict(v.items())  # a ``Vector`` is looked up in Python
+    update.accelerate(velocities)
+    moving = _farthest({name: velocities[name] for names, _ in rates for name in names}, rates)
     if not asynchronous and moving:
         flag.check(moving, "the step")
     elif asynchronous:
         half = any(t.dtype is torch.float16 for t in moving.values())
         flag.look(indicators if rule.bounded and not on_steps and not half else {**indicators, **moving})
     for group in update.groups:
-        velocity = [v[name] for name in group.names]
+        velocity = [velocities[name] for name in group.names]
         fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)
         if group.momentum:
             group.remember(velocity if on_steps else [entering[name] for name in group.names], flag.value)
     without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
-    return {name: v[name] for group in without_velocity for name in group.names}
+    return {name: velocities[name] for group in without_velocity for name in group.names}
 
 
 def _direction(

@@ -159,30 +159,12 @@ class StepRule(ABC):
     and ``context.step`` counts. A rule that only scales a direction is a ``PlainRule``.
     """
 
-    @property
-    def adapts_damping(self) -> bool:
-        """Whether the rule changes λ, and computes with it as with a number that is added to G."""
-        return False
-
-    @property
-    def needs_closure(self) -> bool:
-        """Whether the rule evaluates the loss again, so that ``opt.step(closure)`` must be given one."""
-        return False
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the rule is given a momentum of its own, so that parameter groups must have none."""
-        return False
-
-    @property
-    def schedule(self) -> tuple[int, int]:
-        """After how many steps the presets estimate the metric, and invert it, for this rule."""
-        return 10, 100
-
-    @property
-    def power_share(self) -> float:
-        """s, where ``sharp`` is to be (G + λ)^-sp for a metric with the power p; 1 is the metric itself."""
-        return 1.0
+    # Class variables, or properties of rules in which a field decides.
+    adapts_damping: ClassVar[bool] = False  # changes λ, and computes with it as with a number that is added to G
+    needs_closure: ClassVar[bool] = False  # evaluates the loss again: ``opt.step(closure)`` must be given one
+    has_momentum: ClassVar[bool] = False  # has a momentum of its own, so that parameter groups must have none
+    schedule: ClassVar[tuple[int, int]] = (10, 100)  # steps after which presets estimate the metric, and invert it
+    power_share: ClassVar[float] = 1.0  # s: ``sharp`` is (G + λ)^-sp for a metric with the power p
 
     def admit(self, params: Mapping[str, Tensor]) -> None:  # noqa: B027 - most rules take all
         """Refuse, by name, parameters that the rule has no step for."""

@@ -44,23 +44,23 @@ class Constrained(StepRule):
     constraint: Constraint
 
     @property
-    def adapts_damping(self) -> bool:
+    def adapts_damping(self) -> bool:  # type: ignore[override]
         return self.rule.adapts_damping
 
     @property
-    def needs_closure(self) -> bool:
+    def needs_closure(self) -> bool:  # type: ignore[override]
         return self.rule.needs_closure
 
     @property
-    def has_momentum(self) -> bool:
+    def has_momentum(self) -> bool:  # type: ignore[override]
         return self.rule.has_momentum
 
     @property
-    def schedule(self) -> tuple[int, int]:
+    def schedule(self) -> tuple[int, int]:  # type: ignore[override]
         return self.rule.schedule
 
     @property
-    def power_share(self) -> float:
+    def power_share(self) -> float:  # type: ignore[override]
         return self.rule.power_share
 
     def admit(self, params: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -27,16 +27,14 @@ class GridSearch(StepRule):
     GridSearch(tries=20)
     """
 
+    needs_closure: ClassVar[bool] = True
+
     tries: int = 30
 
     def __post_init__(self) -> None:
         check_number_fields(self)
         if self.tries < 1:
             raise ValueError(f"GridSearch(tries=…) must be at least 1, got {self.tries}")
-
-    @property
-    def needs_closure(self) -> bool:
-        return True
 
     def take(self, context: StepContext) -> Step:
         return self.along(context, context.natural())
@@ -61,6 +59,8 @@ class Armijo(StepRule):
     Armijo(slope=0.0001, shrink=0.5, tries=30)
     """
 
+    needs_closure: ClassVar[bool] = True
+
     slope: float = 1e-4
     shrink: float = 0.5
     tries: int = 30
@@ -69,10 +69,6 @@ class Armijo(StepRule):
         check_number_fields(self)
         if not 0 < self.slope < 1 or not 0 < self.shrink < 1 or self.tries < 1:
             raise ValueError(f"Armijo needs 0 < slope < 1, 0 < shrink < 1 and tries ≥ 1, got {self}")
-
-    @property
-    def needs_closure(self) -> bool:
-        return True
 
     def take(self, context: StepContext) -> Step:
         return self.along(context, context.natural())
@@ -109,6 +105,9 @@ class GeodesicSearch(StepRule):
     GeodesicSearch(factor=10.0, tries=30, smallest=1e-14)
     """
 
+    adapts_damping: ClassVar[bool] = True
+    needs_closure: ClassVar[bool] = True
+
     factor: float = 10.0
     tries: int = 30
     smallest: float = 1e-14
@@ -117,14 +116,6 @@ class GeodesicSearch(StepRule):
         check_number_fields(self)
         if not self.factor > 1 or self.tries < 1 or not self.smallest > 0:
             raise ValueError(f"GeodesicSearch needs factor > 1, tries ≥ 1 and smallest > 0, got {self}")
-
-    @property
-    def adapts_damping(self) -> bool:
-        return True
-
-    @property
-    def needs_closure(self) -> bool:
-        return True
 
     def take(self, context: StepContext) -> Step:
         λ, start = max(context.damping, self.smallest), context.loss(None)

@@ -60,7 +60,7 @@ class Polar(PlainRule):
             raise ValueError(f'Polar(iteration=…) is "muon" or "minimax", not {self.iteration!r}')
 
     @property
-    def power_share(self) -> float:
+    def power_share(self) -> float:  # type: ignore[override]
         return 0.5
 
     def admit(self, params: Mapping[str, Tensor]) -> None:

@@ -112,7 +112,7 @@ class TrustRegion(StepRule):
             raise ValueError(f"TrustRegion needs a positive radius and longest, got {self.radius} and {self.longest}")
 
     @property
-    def needs_closure(self) -> bool:
+    def needs_closure(self) -> bool:  # type: ignore[override]
         return self.backtracking is not None and self.backtracking.improve
 
     def take(self, context: StepContext) -> Step:
@@ -166,6 +166,9 @@ class LevenbergMarquardt(StepRule):
     rounding of the loss, or ``gtol``² times the loss. A step that is refused for another reason has not converged.
     """
 
+    adapts_damping: ClassVar[bool] = True
+    needs_closure: ClassVar[bool] = True
+
     poor: float = 0.25
     good: float = 0.75
     factor: float = 2.0
@@ -182,14 +185,6 @@ class LevenbergMarquardt(StepRule):
             raise ValueError(f"LevenbergMarquardt needs 0 < poor < good < 1, factor > 1 and tries ≥ 1, got {self}")
         if not all(0 <= tol < 1 for tol in (self.ftol, self.xtol, self.gtol)):
             raise ValueError(f"LevenbergMarquardt needs ftol, xtol and gtol in [0, 1), got {self}")
-
-    @property
-    def adapts_damping(self) -> bool:
-        return True
-
-    @property
-    def needs_closure(self) -> bool:
-        return True
 
     def take(self, context: StepContext) -> Step:
         if context.operator.power != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class SelfTuned(StepRule):
     SelfTuned(every=None, factor=1.3, fraction=0.25, smallest=1e-06)
     """
 
+    adapts_damping: ClassVar[bool] = True
+    needs_closure: ClassVar[bool] = True
+    # Steps that are as long as the metric of the batch allows need a recent metric and a recent inverse.
+    schedule: ClassVar[tuple[int, int]] = (2, 5)
+
     every: int | None = None
     factor: float = 1.3
     fraction: float = 0.25
@@ -60,19 +65,6 @@ class SelfTuned(StepRule):
             or not self.smallest > 0
         ):
             raise ValueError(f"SelfTuned needs every ≥ 1, factor > 1, 0 < fraction ≤ 1 and smallest > 0, got {self}")
-
-    @property
-    def adapts_damping(self) -> bool:
-        return True
-
-    @property
-    def needs_closure(self) -> bool:
-        return True
-
-    @property
-    def schedule(self) -> tuple[int, int]:
-        # Steps that are as long as the metric of the batch allows need a recent metric and a recent inverse.
-        return 2, 5
 
     def take(self, context: StepContext) -> Step:
         λ = max(context.damping, self.smallest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -27,6 +27,8 @@ class Spring(StepRule):
     Spring(decay=0.9, norm=None, search=GridSearch(tries=30))
     """
 
+    has_momentum: ClassVar[bool] = True
+
     decay: float = 0.95
     norm: float | None = None
     search: GridSearch | Armijo | None = None
@@ -39,12 +41,8 @@ class Spring(StepRule):
             raise ValueError(f"Spring(norm=…) must be positive, got {self.norm}")
 
     @property
-    def needs_closure(self) -> bool:
+    def needs_closure(self) -> bool:  # type: ignore[override]
         return self.search is not None
-
-    @property
-    def has_momentum(self) -> bool:
-        return True
 
     def take(self, context: StepContext) -> Step:
         φ = self._direction(context)

@@ -71,7 +71,7 @@ class Layout:
 
     def check(self, element: Mapping[str, Tensor]) -> None:
         """Refuse other parameters, another order of them, and other shapes."""
-        if list(element) != list(self.like):
+        if list(element.keys()) != list(self.like):
             raise ValueError(f"the metric is over {list(self.like)}, and this is over {list(element)}")
         for name, t in element.items():
             if t.shape != self.like[name].shape:

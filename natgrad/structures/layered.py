@@ -908,6 +908,7 @@ class LayerInverse(Inverse):
     ) -> dict[str, Tensor]:
         """ω♯ on the layers, in the precision of the metric. Appends the tensors of ω and ω♯ to ``pairs``."""
         v: dict[str, Tensor] = {}
+        ω = dict(ω.items())  # a ``Covector`` is looked up in Python
         for k, batch in enumerate(self.batches):
             columns, (c, o, _), count = self._columns[k], self.blocks[batch[0]].shape, len(batch)
             if columns is None:

@@ -105,7 +105,7 @@ class Refresh(Structure):
 
     def metric_due(self, step: int) -> bool:
         """Whether the metric is estimated for the step number 0, 1, …"""
-        return step % self.every == 0 or (self._beginning(step, self.inverse) and step < _EVERY_STEP)
+        return step % self.every == 0 or (step < _EVERY_STEP and self._beginning(step, self.inverse))
 
     def inverse_due(self, step: int) -> bool:
         """Whether a metric that has changed is inverted for the step number 0, 1, …"""

@@ -145,7 +145,7 @@ def test_a_whole_graph_around_the_model_is_refused_with_the_way_out() -> None:
     with pytest.raises(Exception, match=r"compile the model by torch.compile\(model\) and give the compiled model"):
         call(x)
     with pytest.raises(NatgradError, match="no forward pass"):
-        opt.tracker.average_with_new()
+        opt.source.operator()
 
 
 @pytest.mark.parametrize("preset", [ng.KFAC, ng.SOAP, ng.Natural])

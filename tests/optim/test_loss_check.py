@@ -598,7 +598,8 @@ def test_later_steps_look_at_nothing_until_the_outputs_have_another_form() -> No
     def train(x: Tensor, t: Tensor, factor: float = 1.0) -> None:
         opt.zero_grad()
         y = model(x)
-        hooks.append(bool(opt.tracker.loss_check._watched))
+        assert opt.source.check is not None
+        hooks.append(bool(opt.source.check._watched))
         (factor * F.cross_entropy(y, t)).backward()
         opt.step()
 

@@ -211,8 +211,8 @@ def test_a_head_that_an_estimate_sees_later_has_its_metric_from_then_on() -> Non
 
     opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Refresh(ng.Kronecker(), decay=0.5), output=output)
     train(model, opt, range(1))
-    assert opt.tracker.outside == set(OUTSIDE)
+    assert opt.parameters.outside == set(OUTSIDE)
     on_both[0] = True
     train(model, opt, range(1))
-    assert not opt.tracker.outside
+    assert not opt.parameters.outside
     assert not torch.equal(model.b.weight, two_heads().b.weight)

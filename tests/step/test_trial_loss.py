@@ -67,7 +67,7 @@ def test_exact_products_are_those_of_the_function_that_is_trained() -> None:
     )
     v = ng.Vector({name: normal(*p.shape, seed=3) for name, p in params.items()})
     flat = v.flatten()
-    close(opt.tracker.batch_queries.curvature([v], 0.5), (flat @ J.T @ J @ flat / 6).view(1, 1), 1e-9)
+    close(opt.source.batch_queries.curvature([v], 0.5), (flat @ J.T @ J @ flat / 6).view(1, 1), 1e-9)
 
 
 class _Random(nn.Module):
@@ -116,7 +116,7 @@ def test_exact_products_have_the_masks_of_the_pass(kind: str) -> None:
         model(x)
         params, v = dict(model.named_parameters()), normal(sum(p.numel() for p in model.parameters()))
         vector = ng.Vector(oracle.unflatten(v, params))
-        found = opt.tracker.batch_queries.curvature([vector], 0.25)
+        found = opt.source.batch_queries.curvature([vector], 0.25)
         torch.set_rng_state(state[-1])
         y = model(x)
     J = torch.stack(
@@ -176,7 +176,7 @@ def test_a_rule_sees_the_joint_batch_of_accumulated_passes(rule: str, every: int
             opt.step(closure)
         v = ng.Vector({name: torch.ones_like(p) for name, p in model.named_parameters()})
         theta = torch.cat([p.detach().flatten() for p in model.parameters()])
-        return theta, opt.tracker.batch_queries.curvature([v], 1.0)
+        return theta, opt.source.batch_queries.curvature([v], 1.0)
 
     (joint, product), (parts, of_parts) = trained((21,)), trained((9, 10, 2))
     close(parts, joint, 1e-9)
@@ -205,7 +205,7 @@ def test_the_divergence_of_uneven_passes_of_several_heads_is_that_of_the_joint_b
             y = model(part)
             (y["kind"].square().sum() + y["size"].sum()).backward()
         moved = {name: 1.1 * p.detach() + 0.1 for name, p in model.named_parameters()}
-        return opt.tracker.batch_queries.divergence(moved)
+        return opt.source.batch_queries.divergence(moved)
 
     assert divergence((8, 3)) == pytest.approx(divergence((11,)), rel=1e-12)
 
