@@ -16,6 +16,7 @@ from natgrad import pde as pde
 from natgrad import proximal as proximal
 from natgrad import rules as rules
 from natgrad import vi as vi
+from natgrad import watch as watch
 from natgrad.diagnosis import Diagnosis as Diagnosis
 from natgrad.diagnosis import diagnose as diagnose
 from natgrad.families import Bernoulli as Bernoulli
@@ -107,7 +108,7 @@ from natgrad.structures import Refresh as Refresh
 __version__ = "0.1.0"
 
 _NAMESPACES = {"errors", "families", "functionspace", "invariance", "mirror", "operators", "optim", "output", "pde"}
-_NAMESPACES |= {"proximal", "pullbacks", "rules", "solve", "step", "structures", "vi"}
+_NAMESPACES |= {"proximal", "pullbacks", "rules", "solve", "step", "structures", "vi", "watch"}
 __all__ = [
     name
     for name, value in globals().items()

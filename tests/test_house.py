@@ -208,6 +208,7 @@ LINES: dict[str, int] = {
     "step": 1010,
     "structures": 3801,
     "vi": 1277,
+    "watch": 572,
 }
 
 

@@ -30,6 +30,7 @@ NAMESPACES = (
     "natgrad.step",
     "natgrad.structures",
     "natgrad.vi",
+    "natgrad.watch",
 )
 
 

@@ -141,6 +141,8 @@ class Flag:
         Readings that have not arrived are left for later, up to eight of them.
         """
         self.value, readings = None, self._readings
+        if not readings:
+            return
         while reading := readings.take() if len(readings) > _AHEAD else readings.take_arrived():
             (flag,), (what, step) = reading
             if flag > 0:

@@ -43,14 +43,14 @@ def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
     return [child for module in modules for child in module._modules.values()]
 
 
-def replaced_children(children: Iterable[tuple[nn.Module, str, nn.Module | None]]) -> list[str]:
-    """Of modules, keys and the children that were there, the keys of those that are no longer there."""
-    return [key for module, key, child in children if module._modules.get(key) is not child]
-
-
-def replaced_parameters(parameters: Iterable[tuple[nn.Module, str, Tensor | None]]) -> list[str]:
-    """The same of parameters."""
-    return [key for module, key, p in parameters if module._parameters.get(key) is not p]
+def replaced(
+    children: Iterable[tuple[nn.Module, str, nn.Module | None]],
+    parameters: Iterable[tuple[nn.Module, str, Tensor | None]],
+) -> bool:
+    """Whether modules have another child or parameter under a key than they had."""
+    # Lists: generators take twice as long, in every step.
+    gone = [key for module, key, child in children if module._modules.get(key) is not child]
+    return bool(gone or [key for module, key, p in parameters if module._parameters.get(key) is not p])
 
 
 def forward_pre_hooks_in(module: nn.Module) -> dict[int, Callable[..., Any]]:

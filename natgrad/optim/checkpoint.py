@@ -205,9 +205,9 @@ def _signature(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[s
 
 
 def structure_in_words(structure: Structure, saved: str | None = None) -> str:
-    """In words; if those that were ``saved`` are only without defaults that were added later, the words of today.
+    """``repr`` without ``power``: the stored average is that of G, whatever the power.
 
-    Without the power: what is averaged is G, and its inverse is at the power, so that the next one may be at another.
+    If the words that were ``saved`` lack only defaults that were added later, they are those of today.
 
     >>> import natgrad as ng
     >>> structure_in_words(ng.Kronecker(fallback=ng.BlockDense()), "Kronecker(fallback=BlockDense(), strict=False)")

@@ -36,17 +36,17 @@ _SHARDED = (
 )
 
 
-class World:
+class Processes:
     """The processes that train one model: here one process alone.
 
-    >>> World().mean_of([torch.ones(1)], 5)
+    >>> Processes().mean_of([torch.ones(1)], 5)
     [tensor([1.])]
     """
 
     rank: int = 0
     size: int = 1
 
-    def agree(self, problem: Exception | None) -> None:
+    def raise_together(self, problem: Exception | None) -> None:
         """Raise the problem of one process in all of them; one that raised alone would leave the others waiting."""
         if problem is None:
             return
@@ -81,7 +81,7 @@ class World:
 
 
 @final
-class Alone(World):
+class Alone(Processes):
     """A process that knows of no others, and would take steps of its own if there were any.
 
     ``cause``: what decides them. Gradients are not of this kind: the user may have averaged them.
@@ -104,7 +104,7 @@ class Alone(World):
 
 
 @final
-class Group(World):
+class Group(Processes):
     """The processes of a process group; all of them make the same calls."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -112,7 +112,7 @@ class Group(World):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._ddp = group, next(iter(ddp.parameters())).device, ddp
 
-    def agree(self, problem: Exception | None) -> None:
+    def raise_together(self, problem: Exception | None) -> None:
         count = torch.full((1,), float(problem is not None), device=self._device)
         dist.all_reduce(count, group=self._group)
         if not float(count):
@@ -200,7 +200,7 @@ class Group(World):
             if problem is not None:
                 raise problem
         finally:
-            del problem  # as in ``agree``
+            del problem  # as in ``raise_together``
         return union
 
     def inverse(
@@ -248,7 +248,7 @@ class Group(World):
         return tensors
 
 
-def world_of(wrapping: Sequence[nn.Module], cause: str | None) -> World:
+def processes_of(wrapping: Sequence[nn.Module], cause: str | None) -> Processes:
     """The processes of the ``DistributedDataParallel`` among a model and what it wraps; if there is none, this process.
 
     A ``DistributedDataParallel`` of one process alone says that the others train other models. ``cause``: what decides
@@ -257,8 +257,8 @@ def world_of(wrapping: Sequence[nn.Module], cause: str | None) -> World:
     for module in wrapping:
         if isinstance(module, DistributedDataParallel):
             group = Group(module)
-            return group if group.size > 1 else World()
-    world = World() if cause is None else Alone(cause)
+            return group if group.size > 1 else Processes()
+    world = Processes() if cause is None else Alone(cause)
     world.check()
     return world
 
@@ -287,7 +287,7 @@ def refuse_sharded(model: nn.Module) -> None:
     raise IncompatibleError(f"{kind} {_SHARDED}. Of {name} and {len(shards) - 1} others this process has a shard")
 
 
-def refuse_strangers(world: World) -> None:
+def refuse_foreign_ddp(world: Processes) -> None:
     """Raise if a pass of ``DistributedDataParallel`` begins, and the optimizer does not know of the other processes.
 
     Its model was wrapped after the optimizer was made, or it was given the module inside: parameters would differ.

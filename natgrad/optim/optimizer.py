@@ -22,9 +22,7 @@ from natgrad.linalg import Damping, Relative, number_of
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, with_fallback, without_metric
 from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
-from natgrad.optim.distributed import refuse_sharded, world_of
-from natgrad.optim.loss_check import LossCheck
-from natgrad.optim.model_check import ModelCheck
+from natgrad.optim.distributed import processes_of, refuse_sharded
 from natgrad.optim.parameters import ParameterStatus, ParameterTable
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
@@ -66,6 +64,9 @@ from natgrad.step.rules import Fixed
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
 from natgrad.structures.refresh import Refresh
+from natgrad.watch.base import Watcher
+from natgrad.watch.loss import LossWatch, ScaleWatch, has_loss
+from natgrad.watch.model import ModelState, ModelWatch
 
 _log = logging.getLogger("natgrad")
 _DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
@@ -119,7 +120,8 @@ class NaturalGradient(torch.optim.Optimizer):
     Parameters that the loss reaches, but not through the outputs (another head, outside of ``output``), have no metric:
     with ``fallback="adamw"`` AdamW steps them, otherwise they do not move. A warning names them. If the metric is given
     as a loss, the first step compares the gradient at the outputs with that of this loss, and a warning reports another
-    loss. ``strict=True`` turns these warnings into errors.
+    loss. ``strict=True`` turns these warnings into errors. ``opt.watchers`` lists what looks for such mistakes
+    (``natgrad.watch``); ``opt.watchers.clear()`` takes them away.
 
     >>> import torch, natgrad as ng
     >>> from torch import nn
@@ -202,7 +204,7 @@ class NaturalGradient(torch.optim.Optimizer):
             )
         device = wrapped.example.device
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
-        world = world_of(wrapping, _cause_of_drift(metric, schedule, step))
+        world = processes_of(wrapping, _cause_of_drift(metric, schedule, step))
         generator = generator or _generator(device, world.rank)
         wrapped = replace(wrapped, constant_statistics=schedule.structure.one_pass)
         blocks = layers_of(wrapped, rules)
@@ -216,18 +218,22 @@ class NaturalGradient(torch.optim.Optimizer):
                 schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
         self.rule, self.momentum_on, self.nesterov = step, momentum_on, nesterov
-        scale_free = isinstance(step, Normalised | Polar)
-        self._check: LossCheck | None = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
         queried = not isinstance(step, PlainRule)
         ruled = not of_gradients and schedule.structure.uncovered() is not None  # rules matter
         self.parameters = ParameterTable(whole.params, by_adamw=by_adamw, backed=backed, ruled=ruled)
         self.tracker = MetricTracker(observer, schedule, generator=generator, world=world, parameters=self.parameters)
         # A metric of gradients sees no forward pass.
-        self._model_check = ModelCheck(whole, self.tracker.module, [] if of_gradients else blocks)
-        self.source: Source = GradientSource(self.tracker, check)
+        state = ModelState(whole, self.tracker.module, [] if of_gradients else blocks)
+        self.watchers: list[Watcher] = [ModelWatch(state)]
+        scale_free, silent = isinstance(step, Normalised | Polar), world.rank > 0
+        if has_loss(metric):
+            self.watchers.append(LossWatch(metric, scale_free=scale_free, strict=strict, silent=silent))
+        if metric.source == "backward" and not scale_free:
+            self.watchers.append(ScaleWatch(strict=strict, silent=silent))
+        self.source: Source = GradientSource(self.tracker, self.watchers)
         if not of_gradients:
             kind = BackwardSource if metric.source == "backward" else OutputSource
-            self.source = kind(self.tracker, check, model_check=self._model_check, wrapping=wrapping, queried=queried)
+            self.source = kind(self.tracker, self.watchers, model_state=state, wrapping=wrapping, queried=queried)
         self.preconditioner = Preconditioner(
             solver,
             schedule,
@@ -273,7 +279,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if isinstance(self.preconditioner.damping, Relative):
             lines.append("damping: relative to the mean eigenvalue of every factor")
         lines.append(f"momentum: on {self._momentum}")
-        if count := sum(map(len, self._adamw_members)):
+        if count := sum(map(len, self._division[1])):
             lines.append(f"fallback: AdamW for {count} of {len(self._params)} parameters")
         return "\n".join([*lines, rest])
 
@@ -304,7 +310,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
         tracker, damping = self.tracker, self.preconditioner.damping
         result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self._momentum)
-        names = [name for pairs in self._adamw_members for name, _ in pairs]
+        names = [name for pairs in self._division[1] for name, _ in pairs]
         return replace(result, notes=(*result.notes, f"AdamW steps {', '.join(names)}")) if names else result
 
     def diagnostics(self) -> Diagnostics:
@@ -354,7 +360,6 @@ class NaturalGradient(torch.optim.Optimizer):
                     loss = closure()
                 loss_at = _loss_at(self.source, self._params, closure, loss, rng_state)
             grads = self._gradients()
-            self._model_check.check(trained=len(grads) == len(self._params), estimates=self.tracker.due)
             self._step(grads, loss_at)
         except BaseException as error:
             self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
@@ -366,7 +371,14 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _step(self, grads: Mapping[str, Tensor], loss_at: Loss | None) -> None:
         """ω from the gradients, G from the tracker, the step rule with the inverse of G, then ``commit`` of G."""
-        self._report_loss()
+        try:
+            due, whole = self.tracker.due, len(grads) == len(self._params)
+            for watcher in self.watchers:
+                watcher.gradients(grads, whole=whole, due=due)
+        except LossMismatchError as error:  # other shards may show nothing of what is wrong here
+            if self.tracker.raises_now:
+                raise
+            self.tracker.postpone(error)
         if self.tracker.step == 0:
             for of_param in self.state.values():
                 of_param.pop("momentum", None)  # zeros, to load into
@@ -397,19 +409,8 @@ class NaturalGradient(torch.optim.Optimizer):
     def _discard(self) -> None:
         """The step is over: wait for nothing that belongs to it."""
         self.source.discard()
-        if self._check is not None:
-            self._check.forget()
-
-    def _report_loss(self) -> None:
-        """Compare the loss that is trained with the one given: other shards may show nothing of what is wrong here."""
-        if self._check is None:
-            return
-        try:
-            self._check.report()
-        except LossMismatchError as error:
-            if self.tracker.raises_now:
-                raise
-            self.tracker.postpone(error)
+        for watcher in self.watchers:
+            watcher.step_ended()
 
     def _captures_metric(self, damping: Damping) -> bool:
         """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
@@ -498,31 +499,18 @@ class NaturalGradient(torch.optim.Optimizer):
         )
 
     def _adamw(self) -> AdamWUpdate:
-        return AdamWUpdate(self.param_groups, self._adamw_members, self.state)
+        return AdamWUpdate(self.param_groups, self._division[1], self.state)
 
     @property
     def _division(self) -> tuple[Members, Members]:
-        """By group, the parameters that have a metric, and those of the fallback, also for want of a layer rule."""
-        names, members, of_adamw = self._divided
-        if names is not self.parameters.without_metric:
-            names = self.parameters.without_metric
-            members = [[pair for pair in pairs if pair[0] not in names] for pairs in self._of_groups]
-            of_adamw = [[pair for pair in pairs if pair[0] in names] for pairs in self._of_groups]
-            self._divided = names, members, of_adamw
+        """By group, the parameters of the metric, and those that AdamW steps; one outside of the outputs is in both."""
+        adamw, members, of_adamw = self._divided
+        if adamw is not self.parameters.adamw:
+            adamw, without = self.parameters.adamw, self.parameters.without_metric
+            members = [[pair for pair in pairs if pair[0] not in without] for pairs in self._of_groups]
+            of_adamw = [[pair for pair in pairs if pair[0] in adamw] for pairs in self._of_groups]
+            self._divided = adamw, members, of_adamw
         return members, of_adamw
-
-    @property
-    def _adamw_members(self) -> Members:
-        """The parameters that AdamW steps, by group: those of the fallback, and those that it takes over.
-
-        It takes over the parameters that the loss does not reach through the outputs (``ParameterStatus.OUTSIDE``).
-        """
-        taken = self.parameters.adamw - self.parameters.without_metric
-        members, of_adamw = self._division
-        if not taken:
-            return of_adamw
-        pairs = zip(of_adamw, members, strict=True)
-        return [[*by_adamw, *(pair for pair in others if pair[0] in taken)] for by_adamw, others in pairs]
 
     def _graph_key(self) -> Hashable:
         """The key of a captured step: all that it depends on, except for gradients and learning rates."""
@@ -561,7 +549,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
         def move(v: Vector) -> Vector:
             nonlocal remembered
-            update.accelerate(v)
+            update.add_momentum(v)
             remembered = v if self.momentum_on == "steps" else remembered
             return displacement(update.rates, v, params)
 
@@ -574,13 +562,13 @@ class NaturalGradient(torch.optim.Optimizer):
             rates=update.rates,
             decay=lambda: update.decayed(params),
             smooth=smooth,
-            sharp=lambda ω, λ: update.at_rest(inverse.sharp_at(ω, like(damping, λ))),
+            sharp=lambda ω, λ: update.zero_idle(inverse.sharp_at(ω, like(damping, λ))),
             move=move,
             velocity=lambda: update.velocity(tracker.model.params),
-            acceleration=lambda δ: -update.at_rest(inverse.sharp_cold(self.source.batch_queries.christoffel(δ))),
+            acceleration=lambda δ: -update.zero_idle(inverse.sharp_cold(self.source.batch_queries.christoffel(δ))),
             queries=lambda: self.source.batch_queries,
             loss_at=loss_at,
-            at_rest=update.at_rest,
+            at_rest=update.zero_idle,
         )
         refuse_two_momenta(rule, self.param_groups)  # a group may have changed
         step = rule.take(context)
@@ -593,7 +581,7 @@ class NaturalGradient(torch.optim.Optimizer):
             )
         if idle:  # a constraint may have moved them
             landing = {name: t for name, t in step.landing.items() if name not in idle}
-            step = replace(step, displacement=update.at_rest(step.displacement), landing=landing)
+            step = replace(step, displacement=update.zero_idle(step.displacement), landing=landing)
         self.flag.check(step.displacement, "the step")
         update.apply(step, remembered, self.flag)
         if step.accepted:

@@ -15,7 +15,7 @@ from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping
-from natgrad.optim.distributed import World
+from natgrad.optim.distributed import Processes
 from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
@@ -42,7 +42,7 @@ class Preconditioner:
         *,
         damping: Damping,
         device: torch.device,
-        world: World,
+        world: Processes,
         power_share: float,
         of_gradients: bool,
     ) -> None:

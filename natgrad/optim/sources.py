@@ -15,7 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
@@ -52,10 +52,7 @@ from natgrad.model import (
     returned_tensors,
     side_by_side,
 )
-from natgrad.optim.distributed import refuse_strangers
-from natgrad.optim.loss_check import LossCheck, differ, in_training, loss_in, on_cotangent
-from natgrad.optim.model_check import ModelCheck
-from natgrad.optim.module_hooks import LossHook, ModuleHook, attach_hook
+from natgrad.optim.distributed import refuse_foreign_ddp
 from natgrad.optim.tracker import MetricTracker
 from natgrad.output.fisher import Fisher
 from natgrad.output.metric import OutputMetric
@@ -64,6 +61,10 @@ from natgrad.pullbacks.pullback import Batch, NoRuleError, Observer, OperationsN
 from natgrad.pullbacks.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import BackwardEstimate, Operator
+from natgrad.watch.base import Watcher
+from natgrad.watch.hooks import LossHook, ModuleHook, attach_hook, in_training, loss_in, on_cotangent
+from natgrad.watch.loss import differ
+from natgrad.watch.model import ModelState
 
 NOTHING_SEEN = (
     "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
@@ -137,29 +138,44 @@ _log = logging.getLogger("natgrad")
 class AtStep:
     """Reports NaN and infinity inside with the number of the step.
 
-    Not a generator: from Python 3.12 on, an error that leaves ``contextlib.contextmanager`` as another one keeps all
-    frames it passed in a reference cycle, and with them the optimizer.
+    Where all processes must raise an error, it is kept until they do. Not a generator: from Python 3.12 on, an error
+    that leaves ``contextlib.contextmanager`` as another one keeps all frames it passed in a reference cycle, and with
+    them the optimizer.
     """
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, tracker: MetricTracker) -> None:
+        self._tracker = tracker
 
     def __enter__(self) -> None:
         """Nothing to prepare."""
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NonFiniteError) and "at step" not in str(error):
-            raise NonFiniteError(f"at step {self._step}: {error}") from error
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        tracker = self._tracker
+        try:
+            if not isinstance(error, Exception):
+                return False
+            message = f"at step {tracker.step}: {error}"
+            if isinstance(error, NonFiniteError) and "at step" not in str(error):
+                if tracker.raises_now:
+                    raise NonFiniteError(message) from error
+                tracker.keep(NonFiniteError(message))
+            elif tracker.raises_now:
+                return False
+            else:
+                tracker.keep(error)
+            return True
+        finally:
+            del error  # as in ``Processes.raise_together``
 
 
 class Source(ABC):
     """Where estimates come from. Each puts them into the ``tracker``, whose average ``operator`` returns.
 
-    ``check``: looks at the loss that is trained, until it is taken away.
+    ``watchers``: are told what passes return. The list is the user's, who may take them away.
     """
 
-    def __init__(self, tracker: MetricTracker, check: LossCheck | None) -> None:
-        self.tracker, self.check = tracker, check
+    def __init__(self, tracker: MetricTracker, watchers: Sequence[Watcher]) -> None:
+        self.tracker, self.watchers = tracker, watchers
 
     def refresh(self, x: Inputs, target: Any) -> None:
         """Estimate the metric in a forward pass of our own."""
@@ -261,7 +277,7 @@ class GradientSource(Source):
 class PassSource(Source):
     """Records the forward passes of the user in the steps in which the metric is due.
 
-    A compiled pass shows nothing of its layers: there an eager pass of our own before it is recorded. ``model_check``:
+    A compiled pass shows nothing of its layers: there an eager pass of our own before it is recorded. ``model_state``:
     which passes are at the parameters of the optimizer. ``wrapping``: the model as it was handed over and what it
     wraps, down to the plain module. ``queried``: whether the step rule asks about the batch (``batch_queries``), so
     that the random state of its pass is kept.
@@ -270,14 +286,14 @@ class PassSource(Source):
     def __init__(
         self,
         tracker: MetricTracker,
-        check: LossCheck | None,
+        watchers: Sequence[Watcher],
         *,
-        model_check: ModelCheck,
+        model_state: ModelState,
         wrapping: Sequence[nn.Module],
         queried: bool,
     ) -> None:
-        super().__init__(tracker, check)
-        self._model_check, self._queried = model_check, queried
+        super().__init__(tracker, watchers)
+        self._model_state, self._queried = model_state, queried
         self._by_refresh = tracker.metric.needs_target and not tracker.metric.awaits  # no pass is looked at
         self._refreshed = self._suspended = False  # passes are ignored: until the next step; until it ends
         # Of this step, or of the last one until there is another pass; the last pass alone if no rule asks about them.
@@ -341,12 +357,12 @@ class PassSource(Source):
         tracker = self.tracker
         due = tracker.due
         if due:
-            refuse_strangers(tracker.world)
+            refuse_foreign_ddp(tracker.world)
             tracker.world.check()
         tracker.together = False
         if self._refreshed or self._suspended or self._by_refresh or not (due or self._queried):
             return
-        if in_backward() or self._model_check.moved(certain=due):
+        if in_backward() or self._model_state.moved(certain=due):
             return
         x = Arguments(args, kwargs)
         if self._observer is not tracker.observer:
@@ -383,7 +399,7 @@ class PassSource(Source):
 
     def _is_compiled(self, here: bool) -> bool:
         """Whether hooks of this pass would be compiled; ``here``: the caller of the module is."""
-        return here or self.watched is not self.tracker.module or self._model_check.compiled()
+        return here or self.watched is not self.tracker.module or self._model_state.compiled()
 
     def _forget_if_it_raises(self) -> None:
         """The pass that begins is not recorded; one that raises (out of memory, say) is no pass of this step."""
@@ -415,14 +431,9 @@ class PassSource(Source):
             self._depth -= 1
             return None
         of_user, recorder = self._handle is not None, self._stop()
-        try:
-            with without_saved_tensor_hooks():
-                return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
-        except Exception as error:
-            if self.tracker.raises_now:
-                raise
-            self.tracker.keep(error)
-            return None
+        with AtStep(self.tracker), without_saved_tensor_hooks():
+            return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
+        return None
 
     def _finish_pass(self, x: Arguments, raw: Any, recorder: Recorder, of_user: bool) -> Any:
         """Make the tape, and ``take`` it. Returns what the user gets in place of ``raw``, or None for no change."""
@@ -441,29 +452,25 @@ class PassSource(Source):
         return self.take(batch, tape, raw, of_user)
 
     def show(self, raw: Any, of_user: bool) -> None:
-        """Let what looks at the loss see what a pass has returned."""
-        if self.check is None:
-            return
-        if of_user:
-            self.check.watch(raw, self.tracker.model.returned(raw), tuple(self.tracker.model.params.values()))
-        else:
-            self.check.pass_unseen()
+        """Tell the watchers what a pass has returned."""
+        model = self.tracker.model
+        for watcher in self.watchers:
+            if of_user:
+                watcher.outputs(raw, model.returned(raw), model.params)
+            else:
+                watcher.hidden()
 
     def estimate(self, batch: Batch, tape: Tape, observer: Observer | None = None) -> None:
         """Estimate the metric from a recorded pass: ``_assemble`` makes the pullback, ``add`` the estimate."""
         observer = observer or self.tracker.observer
-        paused = nullcontext() if self.check is None else self.check.paused()
-        try:
-            with AtStep(self.tracker.step), paused:  # the parameters have been checked before the pass
-                try:
-                    pb = self._assemble(batch, tape, observer)
-                except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
-                    pb = self.again_with_operations(batch, observer)
-                self._add(pb)
-        except Exception as error:
-            if self.tracker.raises_now:
-                raise
-            self.tracker.keep(error)
+        with AtStep(self.tracker), ExitStack() as paused:
+            for watcher in self.watchers:
+                paused.enter_context(watcher.paused())
+            try:
+                pb = self._assemble(batch, tape, observer)
+            except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
+                pb = self.again_with_operations(batch, observer)
+            self._add(pb)
 
     def _assemble(self, batch: Batch, tape: Tape, observer: Observer) -> Pullback:
         """The pullback of a recorded pass, all examples at once."""
@@ -515,7 +522,8 @@ class PassSource(Source):
     def operator(self) -> tuple[Operator, bool]:
         tracker = self.tracker
         if not tracker.joined and (tracker.due or tracker.fresh is not None):
-            tracker.world.agree(tracker.problem(self.missing))  # in no variable here, which would hold the optimizer
+            # The problem is in no variable here: an error would hold the optimizer, which its frames hold.
+            tracker.world.raise_together(tracker.problem(self.missing))
         return tracker.merged()
 
     @abstractmethod
@@ -544,7 +552,8 @@ class PassSource(Source):
         return recorder
 
     def discard(self) -> None:
-        self.abandon()
+        if self._recorder is not None:
+            self.abandon()
         self.tracker.discard()
         self._refreshed = False
         self._modes.clear()
@@ -618,8 +627,6 @@ class BackwardSource(PassSource):
 
         estimate = tracker.structure.in_backward(pb, tracker.average, in_place=tracker.in_place, weigh=weigh)
         self._estimates = (*self._estimates, (n, estimate))
-        if self.check is not None:
-            self.check.watch_scale(tracker.model.params)
 
     @property
     def awaits_backward(self) -> bool:
@@ -630,8 +637,6 @@ class BackwardSource(PassSource):
         if not self._estimates:
             return
         tracker = self.tracker
-        if self.check is not None:
-            self.check.report_scale(tracker.model.params, ω)
         tracker.sees_all()
         sample = tracker.gradient_sample(ω, without)
         # Before there is an average, the last pass decides what has a layer: it knows the layers of all others.
@@ -740,14 +745,10 @@ class OutputSource(PassSource):
             tracker.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
         if not tracker.structure.one_pass:
             tracker.model.check_separable()
-        self._model_check.check(trained=False, estimates=tracker.due)
-        with AtStep(tracker.step):
-            try:
-                self._add(self._observed(Batch(tracker.model, x, target)))
-            except Exception as error:
-                if tracker.raises_now:
-                    raise
-                tracker.keep(error)
+        for watcher in self.watchers:
+            watcher.gradients({}, whole=False, due=tracker.due)
+        with AtStep(tracker):
+            self._add(self._observed(Batch(tracker.model, x, target)))
         self._refreshed = True
 
     def _observed(self, batch: Batch) -> Pullback:
@@ -912,10 +913,9 @@ class OutputSource(PassSource):
                 self._pending = (*self._pending[:at], pending, *self._pending[at + 1 :])
 
     def _note_two_targets(self) -> None:
-        if self.check is None:
-            return
         try:
-            self.check.two_targets()
+            for watcher in self.watchers:
+                watcher.two_targets()
         except LossMismatchError as error:
             if self.tracker.raises_now:
                 raise

@@ -13,7 +13,7 @@ from natgrad.errors import IncompatibleError, NatgradError, UncoveredError
 from natgrad.geometry import Covector
 from natgrad.log import listed
 from natgrad.model import Model
-from natgrad.optim.distributed import World
+from natgrad.optim.distributed import Processes
 from natgrad.optim.parameters import ParameterStatus, ParameterTable
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.pullback import Observer, Pullback
@@ -98,7 +98,7 @@ class MetricTracker:
         schedule: Refresh,
         *,
         generator: torch.Generator,
-        world: World,
+        world: Processes,
         parameters: ParameterTable,
     ) -> None:
         self.schedule, self.structure, self.world = schedule, schedule.structure, world
@@ -171,7 +171,7 @@ class MetricTracker:
         if self.chooses_basis:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             self.together = True
-            self.world.agree(None)
+            self.world.raise_together(None)
             estimate = self.structure.estimate(pb, self.world.with_new_basis(self._mean(estimate, pb.n)))
             self.together = False
         self.hold(estimate, pb.n)
@@ -302,10 +302,10 @@ class MetricTracker:
         try:
             if self.chooses_basis:
                 self.together = True
-                self.world.agree(error)
+                self.world.raise_together(error)
             self.postpone(error)
         finally:
-            del error  # as in ``World.agree``
+            del error  # as in ``Processes.raise_together``
 
     def postpone(self, error: Exception) -> None:
         """Keep an error that concerns this process alone."""

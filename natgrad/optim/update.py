@@ -19,7 +19,7 @@ from natgrad.linalg import Damping, Relative, is_number
 from natgrad.model import Model
 from natgrad.optim.adamw import Members
 from natgrad.optim.preconditioner import Preconditioner
-from natgrad.step.base import PlainRule, Step, StepRule, rescale_, squared_length
+from natgrad.step.base import PlainRule, Rates, Step, StepRule, rescale_, squared_length
 
 MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
@@ -134,7 +134,7 @@ def common_damping(groups: Iterable[Mapping[str, Any]]) -> float:
 
 @final
 @dataclass(frozen=True)
-class MovingGroup:
+class GroupUpdate:
     """The parameters of one group that move in a step."""
 
     names: Sequence[str]
@@ -198,7 +198,7 @@ class ParamUpdate:
         rates: Sequence[Rate] | None = None,
         weights: Sequence[Rate] | None = None,
     ) -> None:
-        self.without_grad, self.state, self.groups = without_grad, state, list[MovingGroup]()
+        self.without_grad, self.state, self.groups = without_grad, state, list[GroupUpdate]()
         self.momentum_on = momentum_on
         rates = rates or [group["lr"] for group in groups]
         of_momenta: Sequence[Rate | None] = weights or [None] * len(groups)
@@ -207,14 +207,14 @@ class ParamUpdate:
             if moving:
                 names, params = zip(*moving, strict=True)
                 numbers = group["momentum"], group["weight_decay"]
-                self.groups.append(MovingGroup(names, params, rate, *numbers, state, momentum_on, weight))
+                self.groups.append(GroupUpdate(names, params, rate, *numbers, state, momentum_on, weight))
 
     @property
     def rates(self) -> list[tuple[Sequence[str], Rate]]:
         """Names and learning rate of every group."""
         return [(group.names, group.rate) for group in self.groups]
 
-    def at_rest(self, v: Vector) -> Vector:
+    def zero_idle(self, v: Vector) -> Vector:
         """v, with zeros for parameters without a gradient: a metric that couples parameters would move them."""
         if not self.without_grad:
             return v
@@ -237,7 +237,7 @@ class ParamUpdate:
         if all(m is None for m in momenta.values()):
             return None
         whole = {name: torch.zeros_like(params[name]) if m is None else m for name, m in momenta.items()}
-        return self.at_rest(Vector(whole))
+        return self.zero_idle(Vector(whole))
 
     def smoothed(self, ω: Covector) -> Covector:
         """What the metric acts on: ω, or with momentum on gradients the new m, or μm + (1 − μ)ω (Nesterov 1983)."""
@@ -262,7 +262,7 @@ class ParamUpdate:
         """What ``remember`` needs for momentum on gradients: ω, or a corrected average, which ``smoothed`` is."""
         return smoothed if any(group.weight is not None for group in self.groups) else ω
 
-    def accelerate(self, v: Mapping[str, Tensor]) -> None:
+    def add_momentum(self, v: Mapping[str, Tensor]) -> None:
         """v ← μm + v; v stays as it is where the momentum is of gradients."""
         for group in self.groups:
             momenta = group.momenta
@@ -295,9 +295,7 @@ class ParamUpdate:
                 group.remember([momentum[name] for name in group.names], flag.value)
 
 
-def displacement(
-    rates: Sequence[tuple[Sequence[str], Rate]], velocity: Mapping[str, Tensor], like: Mapping[str, Tensor]
-) -> Vector:
+def displacement(rates: Rates, velocity: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Vector:
     """−lr·m of the names in ``rates``, each with its lr, in memory of its own; zero for the others.
 
     >>> one = {"a": torch.ones(1), "b": torch.ones(1)}
@@ -348,9 +346,9 @@ def plain_step(
         indicators |= {f"c of {name}": number for name, number in scale.items()}
         scale = None
     indicators = {**(indicators or v), **beside}
-    if asynchronous and on_steps and _can_roll(v, update):
+    if asynchronous and on_steps and _can_fuse(v, update):
         flag.look(indicators)
-        _roll(v, scale, update, flag)
+        _fused_update(v, scale, update, flag)
         return {}
     if pairing is not None and not asynchronous and not math.isfinite(float(pairing)):
         flag.check(ω, "the gradient")
@@ -358,8 +356,8 @@ def plain_step(
     if scale is not None and (asynchronous or float(scale) != 1.0):
         fused.scale_(list(v.values()), scale)
     velocities = dict(v.items())  # a ``Vector`` is looked up in Python
-    update.accelerate(velocities)
-    moving = _farthest({name: velocities[name] for names, _ in rates for name in names}, rates)
+    update.add_momentum(velocities)
+    moving = _overflow_candidates({name: velocities[name] for names, _ in rates for name in names}, rates)
     if not asynchronous and moving:
         flag.check(moving, "the step")
     elif asynchronous:
@@ -384,8 +382,8 @@ def _direction(
     return inverse.sharp_with_pairing(ω) if measured else (inverse.sharp(ω), None)
 
 
-def _can_roll(v: Vector, update: ParamUpdate) -> bool:
-    """Whether the fused kernel can do ``_roll``.
+def _can_fuse(v: Vector, update: ParamUpdate) -> bool:
+    """Whether the fused kernel can do ``_fused_update``.
 
     Not in float16, where μm + v may leave the range though v does not, nor in double precision, as c is in single.
     """
@@ -399,7 +397,7 @@ def _can_roll(v: Vector, update: ParamUpdate) -> bool:
     return True
 
 
-def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> None:
+def _fused_update(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> None:
     """m ← μm + c·v, θ ← θ − lr·m in one pass over all three."""
     divisor = None if scale is None else scale.float().reciprocal()
     for group in update.groups:
@@ -415,7 +413,7 @@ def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> N
         )
 
 
-def _farthest(velocity: dict[str, Tensor], rates: Sequence[tuple[Sequence[str], Rate]]) -> Mapping[str, Tensor]:
+def _overflow_candidates(velocity: dict[str, Tensor], rates: Rates) -> Mapping[str, Tensor]:
     """What is checked for overflow: m, or −lr·m where it may overflow though m does not (lr > 1, float16)."""
     longer = any(not isinstance(rate, Tensor) and abs(rate) > 1 for _, rate in rates)
     half = any(t.dtype is torch.float16 for t in velocity.values())

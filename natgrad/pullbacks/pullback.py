@@ -706,7 +706,7 @@ class Observer:
     rules: Sequence[Rule] = ()
 
     def without(self, names: Collection[str]) -> Observer:
-        """The same for the other parameters, as if these were constants."""
+        """This observer with the named parameters held constant."""
         model = replace(self.model, params={name: p for name, p in self.model.params.items() if name not in names})
         return replace(self, model=model, blocks=layers_of(model, self.rules), cache=ObserverCache())
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from natgrad.model import Model
-from natgrad.optim.model_check import ModelCheck
+from natgrad.watch.model import ModelState
 
 
-def made(module: nn.Module) -> ModelCheck:
-    return ModelCheck(Model.of(module), module)
+def made(module: nn.Module) -> ModelState:
+    return ModelState(Model.of(module), module)
 
 
 def test_a_replaced_module_or_parameter_is_noticed_at_any_depth() -> None:

@@ -241,7 +241,7 @@ def test_another_loss_in_one_process_is_raised_by_all_and_training_goes_on(found
 
 
 def test_what_fails_when_one_process_refreshes_the_metric_is_raised_by_all(found: list[dict[str, Any]]) -> None:
-    assert found[0]["refreshed"].startswith("NonFiniteError: at step 0: in process 1: the outputs are not finite")
+    assert found[0]["refreshed"].startswith("NonFiniteError: in process 1: at step 0: the outputs are not finite")
     assert found[1]["refreshed"].startswith("NonFiniteError: at step 0: the outputs are not finite")
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import LossMismatchError
+from natgrad.watch import LossWatch
 from tests import oracle
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
@@ -598,8 +599,7 @@ def test_later_steps_look_at_nothing_until_the_outputs_have_another_form() -> No
     def train(x: Tensor, t: Tensor, factor: float = 1.0) -> None:
         opt.zero_grad()
         y = model(x)
-        assert opt.source.check is not None
-        hooks.append(bool(opt.source.check._watched))
+        hooks.append(any(watcher._watched for watcher in opt.watchers if isinstance(watcher, LossWatch)))
         (factor * F.cross_entropy(y, t)).backward()
         opt.step()
 
@@ -622,6 +622,27 @@ def test_a_step_that_is_refused_has_changed_nothing_and_another_is_made() -> Non
     opt.zero_grad()
     F.cross_entropy(model(x), LABELS).backward()
     opt.step()
+
+
+def test_without_watchers_another_loss_is_trained_and_the_steps_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    trained = []
+    for watched in (True, False):
+        model, x = vectors()
+        opt = ng.KFAC(model, F.cross_entropy, strict=watched)
+        if not watched:
+            opt.watchers.clear()
+        for _ in range(2):
+            opt.zero_grad()
+            F.cross_entropy(model(x), LABELS).backward()
+            opt.step()
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*trained)
+    model, x = vectors()
+    opt = ng.KFAC(model, F.cross_entropy, strict=True)
+    opt.watchers.clear()
+    F.mse_loss(model(x), normal(N, C)).backward()
+    opt.step()
+    assert not messages(caplog)
 
 
 def test_a_metric_that_was_made_from_no_loss_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -54,15 +54,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
     fused: list[bool] = []
 
     def can_roll(*args: Any) -> bool:
-        fused.append(_can_roll(*args))
+        fused.append(_can_fuse(*args))
         return fused[-1]
 
-    _can_roll = update._can_roll
+    _can_fuse = update._can_fuse
 
     def start() -> list[bool]:
         monkeypatch.setattr(update, "is_asynchronous", lambda device: True)
         monkeypatch.setattr(optimizer, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr(update, "_can_roll", can_roll)
+        monkeypatch.setattr(update, "_can_fuse", can_roll)
         monkeypatch.setattr(Flag, "check", lambda self, tensors, what: self.look(tensors))
         monkeypatch.setattr(Flag, "send", lambda self, what, step: None)
         return fused

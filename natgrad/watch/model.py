@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,21 +14,21 @@ from natgrad.accelerate.modules import (
     children_of,
     compiled_from,
     parameters_in,
-    replaced_children,
-    replaced_parameters,
+    replaced,
 )
 from natgrad.errors import NatgradError
-from natgrad.log import OnceLogger, listed
+from natgrad.log import listed
 from natgrad.model import Model, any_compiled, plain_name
 from natgrad.pullbacks.layer import Block
+from natgrad.watch.base import Watcher
 
 
 @final
-class ModelCheck:
-    """Compares a module with what it was when the optimizer was made: its parameters, and the forward of its layers.
+class ModelState:
+    """A module as it was when the optimizer was made: its parameters, and the forward of its layers.
 
-    ``moved`` and ``compiled`` are called in every pass, and are quick. ``blocks``: the layers. Those that have a rule
-    must compute what they did when the rule was chosen.
+    ``moved`` and ``compiled`` are called in every pass that is estimated, and are quick. ``blocks``: the layers. Those
+    that have a rule must compute what they did when the rule was chosen.
     """
 
     def __init__(self, model: Model, module: nn.Module, blocks: Sequence[Block] = ()) -> None:
@@ -40,13 +39,12 @@ class ModelCheck:
         self._parents = [(m, key, child) for m in modules for key, child in children_in(m).items()]
         self._owners = [(m, key, p) for m in modules for key, p in parameters_in(m).items() if id(p) in mine]
         # Parameters that no module holds under a key: only ``named_parameters`` of the user's class lists them.
-        self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad and id(p) not in mine]
-        self._logger = OnceLogger()
-        self._elsewhere = self._was_frozen = False
+        self.hides_parameters = bool(mine - {id(p) for _, _, p in self._owners})
+        self.frozen_at_first = [
+            (name, p) for name, p in module.named_parameters() if not p.requires_grad and id(p) not in mine
+        ]
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
-        self._first_seen = [(p, *_kind(p)) for p in model.params.values()]
-        self._first = next(iter(model.params))
+        self.first_seen = [(p, *_kind(p)) for p in model.params.values()]
         ruled = ((block, m) for block in blocks for kind in block.kinds if kind.rule for m in kind.modules)
         self._forwards = [(block.title, m, _own_forward(m), type(m).forward) for block, m in ruled]
 
@@ -60,13 +58,13 @@ class ModelCheck:
         Parameters that are frozen in a pass belong to the step of another model: a generator is trained through a
         frozen discriminator. If they still are, the step of this optimizer refuses them.
         """
-        self._elsewhere = (self._changed() or (certain and self._hidden)) and bool(self._missing())
-        self._was_frozen = False
-        if certain and not self._elsewhere and self._other():
-            self._refuse_cast()
-            self._was_frozen = True
+        if (self.changed() or (certain and self.hides_parameters)) and self.missing():
+            return True
+        if certain and self._other():
+            self.refuse_cast()
+            return True
         # A layer with another forward: the step of this optimizer refuses it, but the pass may belong to a new one.
-        return self._elsewhere or self._was_frozen or (certain and bool(self._patched()))
+        return certain and bool(self.patched())
 
     def compiled(self) -> bool:
         """Whether the module, or one inside it, is compiled."""
@@ -79,38 +77,7 @@ class ModelCheck:
         inside = list(self._module.modules())
         return inside, children_of(inside)
 
-    def check(self, *, trained: bool, estimates: bool) -> None:
-        """Refuse what happened after the optimizer was made: a module that was replaced, parameters that were frozen or
-        cast, and another forward of a layer that has a rule.
-
-        ``trained``: every parameter has a gradient, so it is there and not frozen. ``estimates``: the metric is due, so
-        that it matters what the layers compute.
-        """
-        if self._frozen and (thawed := [name for name, p in self._frozen if p.requires_grad]):
-            self._logger.log_once(
-                logging.WARNING,
-                "%s was frozen when the optimizer was made, and is trainable now, but not stepped: make a new one",
-                listed(thawed),
-            )
-        if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
-            self._refuse_cast()
-        suspicious = self._elsewhere or self._was_frozen or not trained
-        missing = self._missing() if suspicious and (self._hidden or self._changed()) else []
-        if missing:
-            raise NatgradError(
-                f"the model no longer has {', '.join(missing)}, which the optimizer was made with: a module was "
-                "replaced. Make a new optimizer for the model as it is now"
-            )
-        if suspicious:
-            self._refuse_frozen()
-        if patched := self._patched() if estimates else []:
-            raise NatgradError(
-                f"the forward of the layer {', '.join(dict.fromkeys(patched))} was replaced after the optimizer was "
-                "made: the layer rule, which was chosen for the one before, would give a wrong metric. Make a new "
-                "optimizer for the model as it is now"
-            )
-
-    def _patched(self) -> list[str]:
+    def patched(self) -> list[str]:
         """The layers with a rule whose forward is not the one that the rule was chosen for."""
         others = [
             at
@@ -119,15 +86,12 @@ class ModelCheck:
         ]
         return [title for title, module, given, of_class in others if not _same_forward(module, given, of_class)]
 
-    def _refuse_frozen(self) -> None:
-        frozen = [name for name, p in self._model.params.items() if not p.requires_grad]
-        if frozen:
-            raise NatgradError(
-                f"{', '.join(frozen)} was trainable when the optimizer was made, and is frozen now: the metric is over "
-                "the parameters that were trainable at first. Make a new optimizer, or leave it trainable with lr=0"
-            )
+    def frozen(self) -> list[str]:
+        """The parameters of the optimizer that are frozen now."""
+        return [name for name, p in self._model.params.items() if not p.requires_grad]
 
-    def _refuse_cast(self) -> None:
+    def refuse_cast(self) -> None:
+        """Raise if a parameter has another dtype or device than it had."""
         for name, p in self._model.params.items():
             dtype, device = self._kinds[name]
             if p.dtype != dtype or p.device != device:
@@ -141,15 +105,64 @@ class ModelCheck:
         """Whether a parameter was frozen, cast or moved."""
         # Lists: generators take twice as long, in every pass.
         return bool(
-            [p for p, dtype, at in self._first_seen if not p.requires_grad or p.dtype is not dtype or p.device != at]
+            [p for p, dtype, at in self.first_seen if not p.requires_grad or p.dtype is not dtype or p.device != at]
         )
 
-    def _changed(self) -> bool:
-        return bool(replaced_children(self._parents) or replaced_parameters(self._owners))
+    def changed(self) -> bool:
+        """Whether a module has another child or parameter than it had."""
+        return replaced(self._parents, self._owners)
 
-    def _missing(self) -> list[str]:
+    def missing(self) -> list[str]:
+        """The parameters of the optimizer that the module no longer has."""
         now = {plain_name(name): p for name, p in self._module.named_parameters()}
         return [name for name, p in self._model.params.items() if now.get(name) is not p]
+
+
+@final
+class ModelWatch(Watcher):
+    """Refuses a step after which happened what the optimizer cannot follow.
+
+    A module was replaced, parameters were frozen or cast, or a layer that has a rule got another forward. Parameters
+    that were frozen at first, and are not any more, are named in the log.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        super().__init__()
+        self._state = state
+
+    def gradients(self, grads: Mapping[str, Tensor], *, whole: bool, due: bool) -> None:
+        state = self._state
+        if thawed := [name for name, p in state.frozen_at_first if p.requires_grad]:
+            self.warn(
+                f"{listed(thawed)} was frozen when the optimizer was made, and is trainable now, but not stepped: "
+                "make a new one"
+            )
+        p, dtype, device = state.first_seen[0]
+        if p.dtype is not dtype or p.device != device:  # a model is cast or moved as a whole
+            state.refuse_cast()
+        changed = state.changed()
+        if changed or due or not whole:
+            self._refuse_missing(changed)
+            if frozen := state.frozen():
+                raise NatgradError(
+                    f"{', '.join(frozen)} was trainable when the optimizer was made, and is frozen now: the metric is "
+                    "over the parameters that were trainable at first. Make a new optimizer, or leave it trainable "
+                    "with lr=0"
+                )
+        if patched := state.patched() if due else []:
+            raise NatgradError(
+                f"the forward of the layer {', '.join(dict.fromkeys(patched))} was replaced after the optimizer was "
+                "made: the layer rule, which was chosen for the one before, would give a wrong metric. Make a new "
+                "optimizer for the model as it is now"
+            )
+
+    def _refuse_missing(self, changed: bool) -> None:
+        state = self._state
+        if missing := state.missing() if changed or state.hides_parameters else []:
+            raise NatgradError(
+                f"the model no longer has {', '.join(missing)}, which the optimizer was made with: a module was "
+                "replaced. Make a new optimizer for the model as it is now"
+            )
 
 
 def _kind(p: Tensor) -> tuple[torch.dtype, torch.device]:

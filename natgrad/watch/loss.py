@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any, final
 
@@ -16,17 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd_nodes import computes_gradient
-from natgrad.accelerate.modules import uncompiled
-from natgrad.errors import LossMismatchError
-from natgrad.model import returned_tensors, tensors_of
-from natgrad.optim.module_hooks import LossHook, attach_hook
+from natgrad.model import tensors_of
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
 from natgrad.output.metric import DerivedMetric, OutputMetric
 from natgrad.pullbacks.graph import nodes
+from natgrad.watch.base import Watcher
+from natgrad.watch.hooks import LossHook, attach_hook, in_training, loss_in, on_cotangent, weakly
 
-_log = logging.getLogger("natgrad")
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _FEW = 0.05  # of the terms may have no gradient by chance: where an output equals its target
 _SCALES = 10  # GradScaler's factors are powers of two: those of losses are rarely as large as 2¹⁰
@@ -94,8 +89,7 @@ class Factor:
 
 
 @final
-@dataclass
-class LossCheck:
+class LossWatch(Watcher):
     """Compares the cotangent that the user's ``backward()`` sends into the outputs with that of the loss given.
 
     It looks at one pass of the first step, and at one of the first step in which the outputs have another number of
@@ -103,33 +97,24 @@ class LossCheck:
     are those that the loss was called with, where it is a module. Of cross entropy, coins and absolute errors the
     cotangent itself tells them; of other losses, without the targets, only what is certainly that of another loss does.
 
-    What is found is said once: as an INFO in the log where the steps are as they should be (gradient accumulation, a
-    ``GradScaler``), else as a warning, which ``strict`` makes an error. ``scale_free``: the steps do not depend on the
-    scale of the loss. Of a metric without a loss (``Empirical()``) only that scale is looked at.
+    What it finds is an INFO in the log where the steps are as they should be (gradient accumulation, a ``GradScaler``),
+    else a warning. ``scale_free``: the steps do not depend on the scale of the loss.
     """
 
-    metric: OutputMetric
-    strict: bool = False
-    scale_free: bool = False
-    silent: bool = False  # one process speaks for all
-    checked: set[tuple[int, ...]] = field(default_factory=set)  # numbers of axes
-    _watched: list[Watched] = field(default_factory=list)
-    _other: dict[Any, bool] = field(default_factory=dict)  # outputs beside them: whether they are trained
-    _removers: list[Callable[[], object]] = field(default_factory=list)  # of hooks
-    _said: set[str] = field(default_factory=set)
-    _passes: int = 0  # since the one that is looked at, with it
-    _later: set[int] = field(default_factory=set)  # those of them, without it, that a backward pass has come to
-    _arrived: Tensor | None = None  # the norm of the last parameter's gradient, when the backward pass was over
-    _arrival: RemovableHandle | None = None  # of the hook that keeps it
+    def __init__(
+        self, metric: OutputMetric, *, scale_free: bool = False, strict: bool = False, silent: bool = False
+    ) -> None:
+        super().__init__(strict=strict, silent=silent)
+        self._metric, self._scale_free = metric, scale_free
+        self._checked: set[tuple[int, ...]] = set()  # numbers of axes
+        self._removers: list[Callable[[], object]] = []  # of hooks
+        self._passes = 0  # since the one that is looked at, with it
+        self._watched: list[Watched] = []
+        self._other: dict[Any, bool] = {}  # outputs beside them: whether they are trained
+        self._later: set[int] = set()  # later passes, by number, that a backward pass has come to
 
-    @cached_property
-    def _has_loss(self) -> bool:
-        return any(isinstance(metric, TermLoss | HessianLoss) for metric in _metrics(self.metric).values())
-
-    def pass_unseen(self) -> None:
-        """A pass shows nothing of what comes back to it."""
-        if self._has_loss:
-            self._note("the loss cannot be compared with the one given: a compiled pass does not show its gradients")
+    def hidden(self) -> None:
+        self.note("the loss cannot be compared with the one given: a compiled pass does not show its gradients")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -142,32 +127,32 @@ class LossCheck:
             for each in self._watched:
                 each.paused = False
 
-    def watch(self, raw: Any, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-        """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
-        training = partial(in_training, params)
-        if self._watched or not self._has_loss or tuple(t.ndim for t in tensors) in self.checked:
+    def outputs(self, raw: Any, tensors: Sequence[Tensor], params: Mapping[str, Tensor]) -> None:
+        """Look at what comes back to them."""
+        training = partial(in_training, tuple(params.values()))
+        if self._watched or tuple(t.ndim for t in tensors) in self._checked:
             self._passes += 1
             if self._watched:
-                came = _weakly(self, lambda check, _, number=self._passes: check._came(number))
+                came = weakly(self, lambda watch, _, number=self._passes: watch._came(number))
                 self._removers.extend(y.register_hook(training(came)).remove for y in tensors if y.requires_grad)
             return
-        self._watched, self._passes, loss = list(_by_head(self.metric, tensors)), 1, loss_in(raw, tensors)
+        self._watched, self._passes, loss = list(_by_head(self._metric, tensors)), 1, loss_in(raw, tensors)
         for each, y in zip(self._watched, tensors, strict=True):
             if not y.requires_grad:
                 continue
-            handle = on_cotangent(y, loss, training(_weakly(each, Watched.arrive)))
+            handle = on_cotangent(y, loss, training(weakly(each, Watched.arrive)))
             if handle is None:
-                self.forget()
-                self.checked.add(tuple(t.ndim for t in tensors))
-                self._note("the loss cannot be compared with the one given: the model makes it from other tensors")
+                self.step_ended()
+                self._checked.add(tuple(t.ndim for t in tensors))
+                self.note("the loss cannot be compared with the one given: the model makes it from other tensors")
                 return
             self._removers.append(handle.remove)
             if each.loss is not None and isinstance(each.loss.loss, nn.Module):
                 self._removers.append(attach_hook(each.loss.loss, LossHook(each), each))
-        self._watch_others(raw, tensors, params)
+        self._watch_others(raw, tensors, tuple(params.values()))
 
     def _watch_others(self, raw: Any, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-        """Those of which the outputs are not made: what comes back to them is another loss's."""
+        """Watch other returned tensors, of which the outputs are not made: a gradient there belongs to another loss."""
         items = raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, tuple | list) else ()
         others = [(key, t) for key, t in items if isinstance(t, Tensor) and t.ndim and t.grad_fn is not None]
         others = [(key, t) for key, t in others if not any(t is mine for mine in tensors)]
@@ -175,7 +160,7 @@ class LossCheck:
         for key, t in others:
             if t.grad_fn not in below:
                 self._other[key] = False
-                trained = _weakly(self, lambda check, _, key=key: check._trained(key))
+                trained = weakly(self, lambda watch, _, key=key: watch._trained(key))
                 self._removers.append(t.register_hook(in_training(params, trained)).remove)
 
     def _trained(self, key: Any) -> None:
@@ -185,14 +170,13 @@ class LossCheck:
         if not any(each.paused for each in self._watched):
             self._later.add(number)
 
-    def forget(self) -> None:
-        """Look at this step no more."""
+    def step_ended(self) -> None:
         for remove in self._removers:
             remove()
         self._removers.clear()
         self._watched, self._other, self._later = [], {}, set()
 
-    def report(self) -> None:
+    def gradients(self, grads: Mapping[str, Tensor], *, whole: bool, due: bool) -> None:
         """Say what the step that is to be made has shown, or raise where it must not be made."""
         if not self._watched:
             return
@@ -200,19 +184,19 @@ class LossCheck:
         passes = 1 + len(self._later)
         arrived = [each.cotangent for each in watched if each.cotangent is not None]
         finite = all(bool(c.isfinite().all()) for c in arrived)
-        self.forget()
+        self.step_ended()
         if not (finite and any(bool(c.any()) for c in arrived)):  # a GradScaler skips this step, or no loss came here
             return
-        self.checked.add(tuple(each.y.ndim for each in watched))
+        self._checked.add(tuple(each.y.ndim for each in watched))
         for key in others:
-            self._warn(
+            self.warn(
                 f"the output {key!r} is trained, too, and the metric does not see it: give it a loss, "
                 "{key: loss, …} for all outputs"
             )
         factors: list[tuple[Watched, Factor]] = []
         for each in watched:
             if each.cotangent is None or not bool(each.cotangent.any()):
-                self._warn(f"no gradient comes to {each.title}: its loss is not in what backward() was called on")
+                self.warn(f"no gradient comes to {each.title}: its loss is not in what backward() was called on")
             elif each.loss is not None and (factor := self._compare(each, each.loss, each.cotangent)) is not None:
                 factors.append((each, factor))
         if passes > 1 and any(isinstance(each.loss, TermLoss) and each.loss.reduction == "sum" for each in watched):
@@ -241,68 +225,42 @@ class LossCheck:
         for other, e, fix in _others(loss, y, c) if c.numel() > 1 else ():  # one number fits any loss
             if _fitted(c, [e], tol) is not None:
                 what = f"the gradient at {each.title} is that of {other}"
-                self._warn(f"{what}, and the metric was made from {name}: {fix}")
+                self.warn(f"{what}, and the metric was made from {name}: {fix}")
                 return None
         if (share := _without_gradient(loss, y, cotangent)) > _FEW:
-            self._warn(
+            self.warn(
                 f"{share:.0%} of the terms of {each.title} have no gradient (a mask, a part of the outputs), and in "
                 f"the metric of {name} all terms count: return only what is trained, or give the loss with its mask "
                 "as a function loss(y, t), and call opt.refresh(x, target)"
             )
         elif candidates and (calls or not _may_be_soft(loss, c, tol)):
-            self._warn(
+            self.warn(
                 f"the gradient at {each.title} is not that of {name}, from which the metric was made: give the loss "
                 "that is trained, or one for every output"
             )
         elif (span := _weights(loss, y, c, tol)) is not None:
-            self._note(
+            self.note(
                 f"the terms of the gradient at {each.title} have {span[0]:.2g} to {span[1]:.2g} times the weights that "
                 f"they have in {name}, from which the metric was made"
             )
         return None
-
-    def watch_scale(self, params: Mapping[str, Tensor]) -> None:
-        """The metric has the scale of the cotangents: keep the length of a gradient, to see whether it is divided."""
-        if not self.scale_free and self._arrival is None:
-            last = list(params.values())[-1]
-            self._arrival = last.register_post_accumulate_grad_hook(_weakly(self, LossCheck._keep))
-
-    def _keep(self, param: Tensor) -> None:
-        if param.grad is not None and param.grad.layout == torch.strided:
-            self._arrived = torch.linalg.vector_norm(param.grad.detach())
-
-    def report_scale(self, params: Iterable[str], gradients: Mapping[str, Tensor]) -> None:
-        """Compare it with the gradient of the step, once: a ``GradScaler`` has divided that by its scale."""
-        if self._arrived is None or self._arrival is None or (last := list(params)[-1]) not in gradients:
-            return
-        before, now = float(self._arrived), float(torch.linalg.vector_norm(gradients[last]))
-        if not (0 < now < math.inf and 0 < before < math.inf):
-            return
-        self._arrival.remove()
-        self._arrived = None  # the handle stays: it is not looked at again
-        if before > 2**_SCALES * now:
-            self._warn(
-                f"the gradient of the step is {before / now:.0f} times smaller than that of the backward pass, as a "
-                "GradScaler makes it, and the metric of Empirical() has the scale of the latter, squared: its steps "
-                "are too short. Give the loss, Empirical(loss), or use autocast in bfloat16, without a GradScaler"
-            )
 
     def _tell_factor(self, title: str, factor: Factor, alike: bool) -> None:
         """What has made it. One that heads do not have ``alike`` is a weight, on which the metric depends."""
         α, name, terms, given = factor.value, factor.name, factor.terms, factor.reduction
         power, k = math.log2(abs(α)), round(1 / α) if abs(α) < 1 else 0
         of_scaler = power > _SCALES - 0.1 and abs(power - round(power)) < 1e-2
-        loud = self._loud if alike else self._warn
+        loud = self._loud if alike else self.warn
         if alike and of_scaler and (round(power) == 16 or abs(α - terms) > 1e-2 * α):  # 2¹⁶ is its first factor
-            self._note(f"the gradient at {title} is {α:g} times that of {name}, as a GradScaler makes it")
+            self.note(f"the gradient at {title} is {α:g} times that of {name}, as a GradScaler makes it")
         elif terms > 1 and given != "sum" and abs(α - terms) < 1e-2 * terms:
             loud(_REDUCTION.format(title, "sum", terms, "mean", "sum"))
         elif terms > 1 and given != "mean" and abs(α * terms - 1) < 1e-2:
             loud(_REDUCTION.format(title, "mean", terms, "sum", "mean"))
         elif alike and k > 1 and abs(α * k - 1) < 1e-2:
-            self._note(f"the gradient at {title} is 1/{k} of that of {name}, as in accumulation over {k} passes")
+            self.note(f"the gradient at {title} is 1/{k} of that of {name}, as in accumulation over {k} passes")
         elif alike and 0 < α < 1 and self._passes > 1:
-            self._note(f"the gradient at {title} is {α:.3g} of that of {name}, one of {self._passes} unequal passes")
+            self.note(f"the gradient at {title} is {α:.3g} of that of {name}, one of {self._passes} unequal passes")
         else:
             loud(
                 f"the gradient at {title} is {α:.3g} times that of {name}, and the metric is not: metric_of({{…}}, "
@@ -310,28 +268,60 @@ class LossCheck:
             )
 
     def _loud(self, message: str) -> None:
-        """What a step that has its own scale need not be warned of."""
-        (self._note if self.scale_free else self._warn)(message)
-
-    def _note(self, message: str) -> None:
-        if message not in self._said and not self.silent:
-            _log.info(message)
-        self._said.add(message)
+        """Warn, or only log if the step does not depend on the loss's scale."""
+        (self.note if self._scale_free else self.warn)(message)
 
     def two_targets(self) -> None:
         """The loss has been called with two targets that train, and the metric depends on them."""
-        self._warn(
+        self.warn(
             "the loss that the optimizer was given is called with two targets on the outputs of one pass, and its "
             "metric depends on them: the last one is taken. Call it under torch.no_grad() where it is not trained. If "
             "both are trained, use Empirical(), whose metric comes from your backward pass"
         )
 
-    def _warn(self, message: str) -> None:
-        if self.strict:
-            raise LossMismatchError(message)
-        if message not in self._said and not self.silent:
-            _log.warning(message)
-        self._said.add(message)
+
+@final
+class ScaleWatch(Watcher):
+    """``Empirical()`` has the scale of the cotangents: is the gradient divided after the backward pass?
+
+    A ``GradScaler`` does so. It keeps the length of the last parameter's gradient when the backward pass is over, and
+    compares it once with that of a step.
+    """
+
+    def __init__(self, *, strict: bool = False, silent: bool = False) -> None:
+        super().__init__(strict=strict, silent=silent)
+        self._arrived: Tensor | None = None  # the norm of the last parameter's gradient
+        self._name = ""
+        self._arrival: RemovableHandle | None = None  # of the hook that keeps it
+
+    def outputs(self, raw: Any, tensors: Sequence[Tensor], params: Mapping[str, Tensor]) -> None:
+        if self._arrival is None:
+            self._name, last = list(params.items())[-1]
+            self._arrival = last.register_post_accumulate_grad_hook(weakly(self, ScaleWatch._keep))
+
+    def _keep(self, param: Tensor) -> None:
+        if param.grad is not None and param.grad.layout == torch.strided:
+            self._arrived = torch.linalg.vector_norm(param.grad.detach())
+
+    def gradients(self, grads: Mapping[str, Tensor], *, whole: bool, due: bool) -> None:
+        if self._arrived is None or self._arrival is None or self._name not in grads:
+            return
+        before, now = float(self._arrived), float(torch.linalg.vector_norm(grads[self._name]))
+        if not (0 < now < math.inf and 0 < before < math.inf):
+            return
+        self._arrival.remove()
+        self._arrived = None  # the handle stays: it is not looked at again
+        if before > 2**_SCALES * now:
+            self.warn(
+                f"the gradient of the step is {before / now:.0f} times smaller than that of the backward pass, as a "
+                "GradScaler makes it, and the metric of Empirical() has the scale of the latter, squared: its steps "
+                "are too short. Give the loss, Empirical(loss), or use autocast in bfloat16, without a GradScaler"
+            )
+
+
+def has_loss(metric: OutputMetric) -> bool:
+    """Whether a metric, or that of a head, was made from a loss."""
+    return any(isinstance(each, TermLoss | HessianLoss) for each in _metrics(metric).values())
 
 
 def _base(metric: OutputMetric) -> OutputMetric:
@@ -366,63 +356,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def loss_in(raw: Any, outputs: Sequence[Tensor]) -> Tensor | None:
-    """The loss that the model has computed itself, of these outputs, among what it returned.
-
-    A number that is made of other tensors (the loss of a router, a norm) is none, unless it is named so or comes first.
-    """
-    numbers = [t for t in returned_tensors(raw) if t.ndim == 0 and t.grad_fn is not None]
-    for t in numbers:
-        graph = set(nodes([t.grad_fn]))
-        if any(_source(y, graph) is not None for y in outputs):
-            return t
-    named = raw.get("loss") if isinstance(raw, Mapping) else getattr(raw, "loss", None)
-    first = raw[0] if isinstance(raw, tuple | list) else None
-    return next((t for t in numbers if t is named or t is first), None)
-
-
-def _source(y: Tensor, graph: set[Any]) -> tuple[Any, int] | None:
-    """The node in the graph that returns y, or what y is a copy of, and which of its results that is."""
-    node, number = y.grad_fn, y.output_nr
-    while node is not None and node not in graph and node.name() == "ToCopyBackward0":
-        node, number = node.next_functions[0]
-    return None if node is None or node not in graph else (node, number)
-
-
-def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None]) -> RemovableHandle | None:
-    """Call the hook when a backward pass comes to the output y, with its cotangent; None where it will not be seen.
-
-    A model that computes its ``loss`` itself may return a copy of y in another precision, as ``accelerate`` makes it
-    do: there the cotangent comes to what y is a copy of.
-    """
-    if loss is None:
-        return y.register_hook(hook)
-    source = _source(y, set(nodes([loss.grad_fn])))
-    if source is None:
-        return None
-    node, number = source
-    if node is y.grad_fn:
-        return y.register_hook(hook)
-    handle: RemovableHandle = node.register_prehook(lambda cotangents: hook(cotangents[number]))
-    return handle
-
-
-def in_training(
-    params: Sequence[Tensor], hook: Callable[[Any], None], otherwise: Callable[[], None] = lambda: None
-) -> Callable[[Any], None]:
-    """The hook, called in backward passes that compute a gradient of the parameters; in others, ``otherwise``.
-
-    One for the inputs alone (``torch.autograd.grad(y.sum(), x)``, for a gradient penalty) is not that of the loss.
-    """
-    return partial(uncompiled(_in_training), params, hook, otherwise)
-
-
-def _in_training(
-    params: Sequence[Tensor], hook: Callable[[Any], None], otherwise: Callable[[], None], cotangent: Any
-) -> None:
-    hook(cotangent) if computes_gradient(params) else otherwise()
-
-
 def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:
     whole = _base(metric)
     for (key, each), y in zip(_metrics(metric).items(), tensors, strict=True):
@@ -433,18 +366,6 @@ def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watche
 
 def _title(loss: object) -> str:
     return described(loss) if isinstance(loss, nn.Module) else repr(loss)
-
-
-def _weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
-    """The method as a hook that does not hold its owner: the graph holds the hook, and the owner the graph."""
-    itself = weakref.ref(owner)
-
-    def hook(*args: Any) -> None:
-        owner = itself()
-        if owner is not None:
-            method(owner, *args)
-
-    return hook
 
 
 # What the cotangent of a loss would be.

@@ -1,19 +1,23 @@
-"""Hooks on modules of the user, which hold their listener weakly and leave no trace in copies of the module."""
+"""Hooks on modules and outputs of the user, which hold their listener weakly and leave no trace in copies."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.autograd_nodes import computes_gradient
 from natgrad.accelerate.devices import in_transform
 from natgrad.accelerate.modules import forward_pre_hooks_in, has_pre_hooks, uncompiled, without_pre_hooks
+from natgrad.model import returned_tensors
+from natgrad.pullbacks.graph import nodes
 
 _GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
 _NOT_COMPILED = (
@@ -105,3 +109,75 @@ def _state_without_hooks(module: nn.Module) -> Any:
         return state
     ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, ModuleHook)]
     return without_pre_hooks({key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}, ids)
+
+
+# Outputs.
+
+
+def loss_in(raw: Any, outputs: Sequence[Tensor]) -> Tensor | None:
+    """The loss that the model has computed itself, of these outputs, among what it returned.
+
+    A number that is made of other tensors (the loss of a router, a norm) is none, unless it is named so or comes first.
+    """
+    numbers = [t for t in returned_tensors(raw) if t.ndim == 0 and t.grad_fn is not None]
+    for t in numbers:
+        graph = set(nodes([t.grad_fn]))
+        if any(_source(y, graph) is not None for y in outputs):
+            return t
+    named = raw.get("loss") if isinstance(raw, Mapping) else getattr(raw, "loss", None)
+    first = raw[0] if isinstance(raw, tuple | list) else None
+    return next((t for t in numbers if t is named or t is first), None)
+
+
+def _source(y: Tensor, graph: set[Any]) -> tuple[Any, int] | None:
+    """The node in the graph that returns y, or what y is a copy of, and which of its results that is."""
+    node, number = y.grad_fn, y.output_nr
+    while node is not None and node not in graph and node.name() == "ToCopyBackward0":
+        node, number = node.next_functions[0]
+    return None if node is None or node not in graph else (node, number)
+
+
+def on_cotangent(y: Tensor, loss: Tensor | None, hook: Callable[[Tensor], None]) -> RemovableHandle | None:
+    """Call the hook when a backward pass comes to the output y, with its cotangent; None where it will not be seen.
+
+    A model that computes its ``loss`` itself may return a copy of y in another precision, as ``accelerate`` makes it
+    do: there the cotangent comes to what y is a copy of.
+    """
+    if loss is None:
+        return y.register_hook(hook)
+    source = _source(y, set(nodes([loss.grad_fn])))
+    if source is None:
+        return None
+    node, number = source
+    if node is y.grad_fn:
+        return y.register_hook(hook)
+    handle: RemovableHandle = node.register_prehook(lambda cotangents: hook(cotangents[number]))
+    return handle
+
+
+def in_training(
+    params: Sequence[Tensor], hook: Callable[[Any], None], otherwise: Callable[[], None] = lambda: None
+) -> Callable[[Any], None]:
+    """The hook, called in backward passes that compute a gradient of the parameters; in others, ``otherwise``.
+
+    One for the inputs alone (``torch.autograd.grad(y.sum(), x)``, for a gradient penalty) is not that of the loss.
+    """
+    return partial(uncompiled(_in_training), params, hook, otherwise)
+
+
+def _in_training(
+    params: Sequence[Tensor], hook: Callable[[Any], None], otherwise: Callable[[], None], cotangent: Any
+) -> None:
+    hook(cotangent) if computes_gradient(params) else otherwise()
+
+
+def weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
+    """The method as a hook that does not hold its owner: the graph holds the hook, and the owner the graph."""
+    itself = weakref.ref(owner)
+
+    def hook(*args: Any) -> None:
+        owner = itself()
+        if owner is not None:
+            method(owner, *args)
+
+    return hook
