@@ -193,7 +193,7 @@ LINES: dict[str, int] = {
     "data": 21,
     "families": 2017,
     "fit": 2180,
-    "gradients": 850,
+    "gradients": 880,
     "functionspace": 1283,
     "invariance": 546,
     "kernels": 466,

@@ -537,25 +537,32 @@ def polar(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dt
     if M.ndim < 2:
         raise ValueError(f"only matrices have polar factors, got a tensor of shape {list(M.shape)}")
     tall = M.shape[-2] > M.shape[-1]
-    stack = M.reshape(-1, *M.shape[-2:]).to(dtype)
-    X = stack.mT if tall else stack
+    stack = M.reshape(-1, *M.shape[-2:])
+    with full_precision(M.device):
+        X = polar_of_wide(stack.mT if tall else stack, schedule=schedule, dtype=dtype)
+    return (X.mT if tall else X).reshape(M.shape)
+
+
+def polar_of_wide(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``polar`` of wide matrices [b o i], where autocast is off."""
+    X = M.to(dtype)
     small = not is_asynchronous(M.device) and X.numel() * X.shape[1] in _SINGLE
     held = torch.float32 if small and dtype == torch.bfloat16 else dtype
 
     def rounded(t: Tensor) -> Tensor:
         return t.to(dtype).to(held)
 
-    with full_precision(M.device):
-        X = rounded(X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST))
-        if dtype == torch.bfloat16 and X.shape[1] >= _LARGE:
-            together = _TOGETHER if X.shape[2] >= _WIDE * X.shape[1] else 1
-            for start in range(0, len(schedule), together):
-                X = _several(X, schedule[start : start + together], rounded)
-        else:
-            for a, b, c in schedule:  # of the fifth degree
-                G = rounded(torch.bmm(X, X.mT))
-                X = rounded(torch.baddbmm(X, rounded(torch.baddbmm(G, G, G, beta=b, alpha=c)), X, beta=a))
-    return (X.mT if tall else X).to(dtype).reshape(M.shape)
+    X = rounded(X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST))
+    if dtype == torch.bfloat16 and X.shape[1] >= _LARGE:
+        together = _TOGETHER if X.shape[2] >= _WIDE * X.shape[1] else 1
+        for start in range(0, len(schedule), together):
+            X = _several(X, schedule[start : start + together], rounded)
+    else:
+        for a, b, c in schedule:  # of the fifth degree; ``rounded`` would be as many calls of Python
+            G = torch.bmm(X, X.mT).to(dtype).to(held)
+            P = torch.baddbmm(G, G, G, beta=b, alpha=c).to(dtype).to(held)
+            X = torch.baddbmm(X, P, X, beta=a).to(dtype).to(held)
+    return X.to(dtype)
 
 
 def _several(X: Tensor, schedule: Sequence[Coefficients], rounded: Callable[[Tensor], Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -48,12 +49,12 @@ class Assignment:
     offsets: bool = field(default=False, kw_only=True)
     blocks: tuple[int, int] = field(default=(1, 1), kw_only=True)
 
-    @property
+    @cached_property
     def is_matrix(self) -> bool:
         """Whether a metric steps it."""
         return self.optimizer != "AdamW"
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """n, k, o and i."""
         n, (o, i, *rest) = (self.shape[0], self.shape[1:]) if self.stack else (1, self.shape)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.roots import MUON, minimax, polar
+from natgrad.accelerate.roots import MUON, minimax, polar_of_wide
 from natgrad.gradients.optimizer import GradientOptimizer, Groups, Parameters, ShapeBatch
 from natgrad.linalg import Relative
 from natgrad.model import check_types
@@ -63,12 +62,11 @@ class Muon(GradientOptimizer):
         super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=Relative(1e-2))
 
     def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
-        factors = polar_factors([batch.M for batch in batches], self.iteration)
-        lengths = [self.rms * max(batch.sizes) ** 0.5 for batch in batches]
-        return [
-            (X * length).masked_fill(batch.is_zero[:, None, None, None], 0.0)
-            for batch, X, length in zip(batches, factors, lengths, strict=True)
-        ]
+        out = []
+        for batch, X in zip(batches, polar_factors([batch.M for batch in batches], self.iteration), strict=True):
+            unit = self.rms * max(batch.M.shape[2:]) ** 0.5
+            out.append((X * unit).masked_fill(batch.is_zero[:, None, None, None], 0.0))
+        return out
 
 
 def check_iteration(optimizer: str, iteration: str) -> None:
@@ -83,17 +81,18 @@ def polar_factors(stacks: Sequence[Tensor], iteration: Iteration) -> list[Tensor
     >>> polar_factors([torch.tensor([[[[3.0], [4.0]]]])], "minimax")[0].flatten()
     tensor([0.6000, 0.8000])
     """
-    alike: dict[Hashable, list[int]] = defaultdict(list)
+    alike: dict[Hashable, list[tuple[int, Tensor]]] = {}
     for number, M in enumerate(stacks):
-        alike[(min(M.shape[2:]), max(M.shape[2:]), M.dtype)].append(number)
+        wide = M.squeeze(1) if M.shape[2] <= M.shape[3] else M.squeeze(1).mT
+        alike.setdefault((wide.shape[1:], wide.dtype), []).append((number, wide))
     out = list(stacks)
-    for numbers in alike.values():
-        wide = [M.mT if M.shape[2] > M.shape[3] else M for M in (stacks[number] for number in numbers)]
-        M = (torch.cat(wide) if len(wide) > 1 else wide[0]).squeeze(1)
+    for members in alike.values():
+        W = torch.cat([W for _, W in members])
         schedule, dtype = MUON, torch.bfloat16
         if iteration == "minimax":
-            schedule, dtype = minimax(_CONDITION, 1e-12 if M.dtype == torch.float64 else 1e-6), M.dtype
-        X = polar(M, schedule=schedule, dtype=dtype).to(M.dtype).unsqueeze(1)
-        for number, W in zip(numbers, X.split([len(stacks[number]) for number in numbers]), strict=True):
-            out[number] = W.mT if stacks[number].shape[2] > stacks[number].shape[3] else W
+            schedule, dtype = minimax(_CONDITION, 1e-12 if W.dtype == torch.float64 else 1e-6), W.dtype
+        X, at = polar_of_wide(W, schedule=schedule, dtype=dtype).to(W.dtype), 0
+        for number, W in members:
+            mine, at = X[at : at + W.shape[0]], at + W.shape[0]
+            out[number] = (mine if stacks[number].shape[2] <= stacks[number].shape[3] else mine.mT).unsqueeze(1)
     return out

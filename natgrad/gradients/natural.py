@@ -94,28 +94,31 @@ class Natural(GradientOptimizer):
         self.power, self.rms, self.polar, self.iteration, self.decay = power, rms, polar, iteration, decay
         super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=damping)
 
-    def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
-        pairs = [self._scales(batch) for batch in batches]
-        if not self.polar:
-            each = zip(batches, pairs, strict=True)
-            return [of_length(b.M * l * r, self.rms * b.M[0].numel() ** 0.5, b) for b, (l, r) in each]
-        # Divided by the norm before they are rounded: a metric has any unit.
-        whitened = [of_length(b.M * l * r, 1.0, b) for b, (l, r) in zip(batches, pairs, strict=True)]
-        factors = polar_factors(whitened, self.iteration)
-        out = []
-        for batch, (l, r), X in zip(batches, pairs, factors, strict=True):
-            lengths = self.rms * max(batch.sizes) ** 0.5 * torch.linalg.vector_norm(X, dim=(1, 2, 3))
-            out.append(of_length(X * l * r, lengths, batch))
-        return out
-
-    def _scales(self, batch: ShapeBatch) -> tuple[Tensor, Tensor]:
-        """(S + λ_S)^-q [N 1 o 1] and (A + λ_A)^-q [N 1 1 i], a half of the power on each side of a polar factor."""
+    def statistics(self, batch: ShapeBatch) -> dict[str, Tensor]:
         squares = batch.G.square()
-        S, A = batch.average("S", squares.mean((1, 3))), batch.average("A", squares.mean((1, 2)))
-        q = self.power / 2 if self.polar else self.power
-        λ_S, λ_A = self.shifts(S.mean(1, keepdim=True), A.mean(1, keepdim=True))
-        l, r = (S + λ_S).pow(-q), (A + λ_A).pow(-q)
-        return l[:, None, :, None], r[:, None, None, :]
+        return {"S": squares.mean((1, 3)), "A": squares.mean((1, 2))}
+
+    def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
+        q = self.power / 2 if self.polar else self.power  # a half of the power on each side of a polar factor
+        sides, whitened = [], []
+        for batch in batches:
+            S, A = batch.get("S"), batch.get("A")
+            λ_S, λ_A = self.shifts(S.mean(1, keepdim=True), A.mean(1, keepdim=True))
+            l, r = (S + λ_S).pow_(-q)[:, None, :, None], (A + λ_A).pow_(-q)[:, None, None, :]
+            sides.append((l, r))
+            W = batch.M * l * r
+            if self.polar:  # of length one before it is rounded: a metric has any unit
+                norms = torch.linalg.vector_norm(W, dim=(1, 2, 3), keepdim=True)
+                whitened.append(W.div_(norms.clamp_(min=torch.finfo(W.dtype).tiny)))
+            else:
+                whitened.append(of_length(W, self.rms * W[0].numel() ** 0.5, batch))
+        if not self.polar:
+            return whitened
+        out = []
+        for batch, (l, r), X in zip(batches, sides, polar_factors(whitened, self.iteration), strict=True):
+            unit = self.rms * max(batch.M.shape[2:]) ** 0.5
+            out.append(of_length(X * l * r, unit * torch.linalg.vector_norm(X, dim=(1, 2, 3)), batch))
+        return out
 
 
 # ``__new__`` would hide the arguments.

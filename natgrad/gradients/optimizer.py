@@ -12,6 +12,7 @@ raises (``natgrad.accelerate.flags``). A step that comes again is replayed from 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from natgrad.gradients.earlier_checkpoints import converted
 from natgrad.linalg import Damping, Relative, is_number, is_rounding, number_of
 from natgrad.log import listed
 from natgrad.model import check_types
-from natgrad.optim.adamw import AdamWUpdate
+from natgrad.optim.adamw import begin_moments
 from natgrad.optim.update import check_keys, check_numbers, common_damping, corrected_weight
 
 Parameters: TypeAlias = (
@@ -40,7 +41,10 @@ Parameters: TypeAlias = (
 )
 Groups: TypeAlias = Iterable[dict[str, Any]]
 State: TypeAlias = dict[str, Tensor]
+Member: TypeAlias = tuple[Tensor, Assignment, State]
+Moving: TypeAlias = tuple[list[Member], list[Member]]  # the matrices of a group, and what AdamW steps
 
+_BETAS, _EPSILON = (0.9, 0.95), 1e-8  # of AdamW
 _EAGER = "a step of natgrad is not compiled. With fullgraph=True compile the model alone, and call opt.step() outside"
 
 
@@ -54,35 +58,32 @@ class ShapeBatch:
     states: Sequence[State]  # of every parameter
     counts: Sequence[int]  # matrices of every parameter
     is_zero: Tensor  # [N]: M is rounding beside the largest of all matrices
-    weight: Scalar  # of this gradient in moving averages; of the first gradient of a parameter it is 1
     gate: Tensor | None  # not zero on the device: the step changes nothing
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """k, o and i."""
-        return self.G.shape[1], self.G.shape[2], self.G.shape[3]
 
     def get(self, letter: str) -> Tensor:
         """What is kept of all matrices."""
-        each = [state[letter] for state in self.states]
-        return each[0] if len(each) == 1 else torch.cat(each)
+        if len(self.states) == 1:
+            return self.states[0][letter]
+        return torch.cat([state[letter] for state in self.states])
 
-    def put(self, letter: str, value: Tensor) -> Tensor:
+    def has(self, letter: str) -> bool:
+        """Whether this is kept, which is so after the first gradient."""
+        return letter in self.states[0]
+
+    def divided(self, value: Tensor) -> Sequence[Tensor]:
+        """[N …] or [N·k …] by parameters."""
+        if len(self.states) == 1:
+            return (value,)
+        return value.split([value.shape[0] * count // self.M.shape[0] for count in self.counts])
+
+    def put(self, letter: str, value: Tensor) -> None:
         """Keep something of all matrices [N …], in the memory that it has."""
-        new = value.split([len(value) * count // len(self.M) for count in self.counts])
-        if letter in self.states[0]:
-            fused.copy_([state[letter] for state in self.states], new, gate=self.gate)
-        else:
-            for state, mine in zip(self.states, new, strict=True):
-                state[letter] = mine.clone()
-        return value
-
-    def average(self, letter: str, new: Tensor) -> Tensor:
-        """F̄ ← (1 − w)F̄ + wF of a statistic F [N …]."""
-        if letter not in self.states[0]:
-            clean = new if self.gate is None else torch.where(self.gate > 0, 0.0, new)
-            return self.put(letter, clean)
-        return self.put(letter, torch.lerp(self.get(letter), new, self.weight))
+        if self.has(letter):
+            fused.copy_([state[letter] for state in self.states], self.divided(value), gate=self.gate)
+            return
+        value = value if self.gate is None else torch.where(self.gate > 0, 0.0, value)
+        for state, mine in zip(self.states, self.divided(value), strict=True):
+            state[letter] = mine.clone()
 
 
 class GradientOptimizer(torch.optim.Optimizer):
@@ -163,6 +164,10 @@ class GradientOptimizer(torch.optim.Optimizer):
         """What steps every parameter, and why: ``print(opt.plan())``."""
         return GradientPlan(tuple(a for of_group in self._assignments for a in of_group))
 
+    def statistics(self, batch: ShapeBatch) -> dict[str, Tensor]:
+        """What a gradient adds to the moving averages of its matrices, by letter: F̄ ← (1 − w)F̄ + wF."""
+        return {}
+
     @abstractmethod
     def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
         """v [N k o i] of every batch, in the step 0, 1, …"""
@@ -191,54 +196,53 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     def _take(self) -> None:
         self._flag.raise_pending()
-        moving = [
-            [(p, a) for p, a in zip(group["params"], of_group, strict=True) if p.grad is not None]
-            for group, of_group in zip(self.param_groups, self._assignments, strict=True)
-        ]
-        matrices = [[(p, a) for p, a in of_group if a.is_matrix] for of_group in moving]
-        others = [[(a.name, p) for p, a in of_group if not a.is_matrix] for of_group in moving]
-        grads = {a.name: p.grad for of_group in moving for p, a in of_group}
+        moving, grads, is_new = list[Moving](), dict[str, Tensor](), False
+        for group, of_group in zip(self.param_groups, self._assignments, strict=True):
+            matrices, others = list[Member](), list[Member]()
+            for p, a in zip(group["params"], of_group, strict=True):
+                if p.grad is not None:
+                    grads[a.name], state = p.grad, self.state[p]
+                    is_new = is_new or not state
+                    (matrices if a.is_matrix else others).append((p, a, state))
+            moving.append((matrices, others))
         if not grads:
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
         refuse_sparse(grads)
         asynchronous = is_asynchronous(next(iter(grads.values())).device)
         if not asynchronous:
-            self._flag.check(grads, "the gradient")
-            self._check_squares(grads)
+            self._check(grads)
         step = self.param_groups[0]["steps"]
 
         def run(gradients: Sequence[Tensor], numbers: Sequence[Scalar]) -> Tensor | None:
             named = dict(zip(grads, gradients, strict=True))
             if asynchronous:
-                self._flag.look(named if not self.letters else {"norm": fused.total_norm(gradients)})
-            self._move(matrices, named, numbers, step)
-            rates = numbers[1 : 1 + len(self.param_groups)]
-            AdamWUpdate(self.param_groups, others, self.state).step(named, rates, self._flag.value)
+                self._flag.look({"norm": fused.total_norm(gradients)})
+            self._move(moving, named, numbers, step)
+            for group, (_, others), rate in zip(self.param_groups, moving, numbers[1:], strict=False):
+                if others:
+                    adamw(others, named, rate, weight_decay=group["weight_decay"], gate=self._flag.value)
             return self._flag.value
 
         numbers = self._numbers(step)
-        new = any(self._is_new(p) for of_group in matrices for p, _ in of_group)
-        if not asynchronous or new or self.refreshes(step):
+        if not asynchronous or is_new or self.refreshes(step):
             run(list(grads.values()), numbers)
         else:
-            self._flag.value = self._graphs.run(
-                run, list(grads.values()), numbers, self._key(list(grads)), may_copy=True, shaped=True
-            )
+            gradients, key = list(grads.values()), self._key(list(grads))
+            self._flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
         self._flag.send("the step", step)
         for group in self.param_groups:
             group["steps"] = step + 1
 
-    def _check_squares(self, grads: Mapping[str, Tensor]) -> None:
-        """Second moments are finite where the norms are."""
-        if self.letters and not bool(fused.total_norm(list(grads.values())).isfinite()):
+    def _check(self, grads: Mapping[str, Tensor]) -> None:
+        """Raise unless the gradients are finite and, where there are second moments, their squares."""
+        if math.isfinite(fused.total_norm(list(grads.values()))):
+            return
+        self._flag.check(grads, "the gradient")
+        if self.letters:
             raise NonFiniteError(
                 f"the square of the gradient of {listed(grads)} holds NaN or infinity. Nothing was changed: lower the "
                 "learning rate, or clip the gradient"
             )
-
-    def _is_new(self, p: Tensor) -> bool:
-        """Whether this is the first gradient of a matrix."""
-        return (self.letters or ("momentum",))[0] not in self.state[p]
 
     def _numbers(self, step: int) -> list[float]:
         """The weight of this gradient in moving averages, the rates of all groups, its weights in corrected momenta."""
@@ -254,93 +258,101 @@ class GradientOptimizer(torch.optim.Optimizer):
         return tuple(names), tuple(options), tuple([t.data_ptr() for t in (*params, *states)])
 
     def _move(
-        self,
-        matrices: Sequence[Sequence[tuple[Tensor, Assignment]]],
-        grads: Mapping[str, Tensor],
-        numbers: Sequence[Scalar],
-        step: int,
+        self, moving: Sequence[Moving], grads: Mapping[str, Tensor], numbers: Sequence[Scalar], step: int
     ) -> None:
-        """Momentum, directions and steps of the matrices of all groups."""
-        groups, gate = len(self.param_groups), self._flag.value
-        rates, corrected = numbers[1 : 1 + groups], numbers[1 + groups :] or [1.0] * groups
+        """Momentum, statistics, directions and steps of the matrices of all groups."""
+        groups = len(self.param_groups)
+        corrected = numbers[1 + groups :] or [1.0] * groups
         followed: list[list[Tensor]] = []
-        for group, of_group, weight in zip(self.param_groups, matrices, corrected, strict=True):
-            followed.append(self._followed(group, of_group, grads, weight))
-        every = [(p, a, M) for ps, Ms in zip(matrices, followed, strict=True) for (p, a), M in zip(ps, Ms, strict=True)]
-        if not every:
+        alike: dict[Hashable, list[tuple[Member, Tensor]]] = {}
+        for group, (matrices, _), weight in zip(self.param_groups, moving, corrected, strict=True):
+            Ms = self._followed(matrices, grads, group["momentum"], weight) if matrices else []
+            followed.append(Ms)
+            for member, M in zip(matrices, Ms, strict=True):
+                p, a, state = member
+                is_new = not self.letters or self.letters[0] not in state  # its first gradient counts in full
+                alike.setdefault((a.sizes, p.dtype, p.device, is_new), []).append((member, M))
+        if not alike:
             return
-        alike: dict[Hashable, list[tuple[Tensor, Assignment, Tensor]]] = {}
-        for p, a, M in every:  # and those that are new apart: their first gradient counts in full
-            alike.setdefault((a.sizes[1:], p.dtype, p.device, self._is_new(p)), []).append((p, a, M))
-        batches = self._batches(list(alike.values()), grads, numbers[0], gate)
-        with full_precision(every[0][0].device):
+        batches = self._batches(list(alike.values()), grads)
+        with full_precision(batches[0].G.device):
+            self._average(batches, numbers[0])
             directions = self.directions(batches, step)
             if self.refreshes(step):
                 self.refresh(self._idle(grads))
         v: dict[str, Tensor] = {}
         for members, batch, V in zip(alike.values(), batches, directions, strict=True):
-            each = V.split(list(batch.counts)) if len(members) > 1 else [V]
-            v.update((a.name, a.join(W).to(p.dtype)) for (p, a, _), W in zip(members, each, strict=True))
+            for ((p, a, _), _), W in zip(members, batch.divided(V), strict=True):
+                v[a.name] = a.join(W).to(p.dtype)
         self._flag.check(v, "the step")
         gate = self._flag.value
-        for group, of_group, Ms, rate in zip(self.param_groups, matrices, followed, rates, strict=True):
-            if not of_group:
+        for group, (matrices, _), Ms, rate in zip(self.param_groups, moving, followed, numbers[1:], strict=False):
+            if not matrices:
                 continue
-            decay = group["weight_decay"]
-            fused.descend_([p for p, _ in of_group], [v[a.name] for _, a in of_group], rate, decay=decay, gate=gate)
-            if group["momentum"]:
-                momenta = [self.state[p]["momentum"] for p, _ in of_group]
-                if self.nesterov:
-                    new = [grads[a.name] for _, a in of_group]
-                    fused.average_(momenta, new, 1 - group["momentum"], gate=gate)
-                else:
-                    fused.copy_(momenta, Ms, gate=gate)
+            params, steps, momenta, new, μ = [], [], [], [], group["momentum"]
+            for p, a, state in matrices:
+                params.append(p)
+                steps.append(v[a.name])
+                new.append(grads[a.name])
+                if μ:
+                    momenta.append(state["momentum"])
+            fused.descend_(params, steps, rate, decay=group["weight_decay"], gate=gate)
+            if μ and self.nesterov:
+                fused.average_(momenta, new, 1 - μ, gate=gate)
+            elif μ:
+                fused.copy_(momenta, Ms, gate=gate)
 
     def _followed(
-        self,
-        group: Mapping[str, Any],
-        members: Sequence[tuple[Tensor, Assignment]],
-        grads: Mapping[str, Tensor],
-        weight: Scalar,
+        self, matrices: Sequence[Member], grads: Mapping[str, Tensor], μ: float, weight: Scalar
     ) -> list[Tensor]:
         """M of the matrices of a group: μm + (1 − μ)∇ of the next m, or without Nesterov's step m/(1 − μᵗ) itself."""
-        gs, μ = [grads[a.name] for _, a in members], group["momentum"]
-        if not μ or not members:
-            return gs
-        first = ["momentum" not in self.state[p] for p, _ in members]
-        for (p, _), new in zip(members, first, strict=True):
-            if new:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum"] for p, _ in members]
+        gradients, momenta, first = list[Tensor](), list[Tensor](), list[bool]()
+        for p, a, state in matrices:
+            gradients.append(grads[a.name])
+            first.append("momentum" not in state)
+            if μ and first[-1]:
+                state["momentum"] = torch.zeros_like(p)
+            momenta.append(state.get("momentum", p))
+        if not μ:
+            return gradients
         if self.nesterov:
-            return fused.lerp(momenta, gs, 1 - μ**2)
-        averaged = fused.averaged(momenta, gs, weight)
-        return [g if new else m for m, g, new in zip(averaged, gs, first, strict=True)]
+            return fused.lerp(momenta, gradients, 1 - μ**2)
+        averaged = fused.averaged(momenta, gradients, weight)
+        return [g if new else m for m, g, new in zip(averaged, gradients, first, strict=True)]
 
     def _batches(
-        self,
-        alike: Sequence[Sequence[tuple[Tensor, Assignment, Tensor]]],
-        grads: Mapping[str, Tensor],
-        weight: Scalar,
-        gate: Tensor | None,
+        self, alike: Sequence[Sequence[tuple[Member, Tensor]]], grads: Mapping[str, Tensor]
     ) -> list[ShapeBatch]:
-        stacks = []
+        stacks, sizes, types = [], [], []
         for members in alike:
-            single = torch.promote_types(members[0][0].dtype, torch.float32)
-            pairs = [[a.split(t) for _, a, t in members], [a.split(grads[a.name]) for _, a, _ in members]]
-            M, G = ((side[0] if len(side) == 1 else torch.cat(side)).to(single) for side in pairs)
-            stacks.append((M, G, members))
-        norms = [
-            torch.linalg.vector_norm(M, dim=(1, 2, 3), dtype=torch.float64) / M[0].numel() ** 0.5 for M, _, _ in stacks
-        ]
-        coarsest = max((p.dtype for members in alike for p, _, _ in members), key=lambda dtype: torch.finfo(dtype).eps)
-        zero = is_rounding(torch.cat(norms), dtype=coarsest).split([len(t) for t in norms])
-        return [
-            ShapeBatch(
-                G, M, [self.state[p] for p, _, _ in members], [a.sizes[0] for _, a, _ in members], none, weight, gate
-            )
-            for (M, G, members), none in zip(stacks, zero, strict=True)
-        ]
+            Ms, Gs, states, counts = [], [], [], []
+            for (_, a, state), M in members:
+                Ms.append(a.split(M))
+                Gs.append(a.split(grads[a.name]))
+                states.append(state)
+                counts.append(a.sizes[0])
+            types.append(Ms[0].dtype)
+            single = torch.promote_types(types[-1], torch.float32)
+            M, G = torch.cat(Ms).to(single), torch.cat(Gs).to(single)
+            sizes.append(torch.linalg.vector_norm(M, dim=(1, 2, 3), dtype=torch.float64).div_(M[0].numel() ** 0.5))
+            stacks.append((G, M, states, counts))
+        coarsest = max(types, key=_eps) if len(set(types)) > 1 else types[0]
+        zeros = is_rounding(torch.cat(sizes), dtype=coarsest).split([size.shape[0] for size in sizes])
+        return [ShapeBatch(*stack, zero, self._flag.value) for stack, zero in zip(stacks, zeros, strict=True)]
+
+    def _average(self, batches: Sequence[ShapeBatch], weight: Scalar) -> None:
+        """Add the statistics of this gradient to their averages, all at once."""
+        averages, new = list[Tensor](), list[Tensor]()
+        for batch in batches:
+            for letter, value in self.statistics(batch).items():
+                if letter not in batch.states[0]:
+                    batch.put(letter, value)
+                    continue
+                for state in batch.states:
+                    averages.append(state[letter])
+                new += (value,) if len(batch.states) == 1 else batch.divided(value)
+        if averages:
+            fused.average_(averages, new, weight, gate=batches[0].gate)
 
     def shifts(self, S: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         """λ_S and λ_A [N 1] for the mean eigenvalues of S and A: ε of each, or √λ/π and π√λ with π² = A/S.
@@ -349,7 +361,8 @@ class GradientOptimizer(torch.optim.Optimizer):
         """
         λ = self.param_groups[0]["damping"]
         if self._relative:
-            return none_of_zero(λ * S), none_of_zero(λ * A)
+            both = none_of_zero(λ * torch.cat((S, A), 1))
+            return both[:, :1], both[:, 1:]
         π = torch.where((S > 0) & (A > 0), A / S, 1.0).sqrt()
         return λ**0.5 / π, λ**0.5 * π
 
@@ -358,11 +371,10 @@ class GradientOptimizer(torch.optim.Optimizer):
         out = []
         for group, of_group in zip(self.param_groups, self._assignments, strict=True):
             for p, a in zip(group["params"], of_group, strict=True):
-                if a.is_matrix and a.name not in grads and not self._is_new(p):
-                    zero = self.state[p]["S"].new_zeros(()).expand(a.sizes)
-                    out.append(
-                        ShapeBatch(zero, zero, [self.state[p]], [a.sizes[0]], zero[:, 0, 0, 0].bool(), 0.0, None)
-                    )
+                state = self.state[p]
+                if a.is_matrix and a.name not in grads and "S" in state:
+                    zero = state["S"].new_zeros(()).expand(a.sizes)
+                    out.append(ShapeBatch(zero, zero, [state], [a.sizes[0]], zero[:, 0, 0, 0].bool(), None))
         return out
 
     # Copies and checkpoints.
@@ -385,14 +397,14 @@ class GradientOptimizer(torch.optim.Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         if len(keys) == len(params):  # else torch says so
             for key, a in zip(keys, self.plan().assignments, strict=True):
-                self._check(a, state_dict["state"].get(key, {}))
+                self._check_state(a, state_dict["state"].get(key, {}))
         super().load_state_dict(state_dict)
         # torch goes on in the tensors of the dictionary, cast to the type of the parameter: we keep copies as they are.
         for key, p in zip(keys, params, strict=True):
             for what, t in state_dict["state"].get(key, {}).items():
                 self.state[p][what] = t.to(p.device, copy=True) if isinstance(t, Tensor) else t
 
-    def _check(self, a: Assignment, state: Mapping[str, Any]) -> None:
+    def _check_state(self, a: Assignment, state: Mapping[str, Any]) -> None:
         """Raise unless this is the state of such a parameter, and finite."""
         moments = ("exp_avg", "exp_avg_sq")
         expected = {"momentum": a.shape, **self.shapes(a)} if a.is_matrix else dict.fromkeys(moments, a.shape)
@@ -435,10 +447,40 @@ def _take(optimizer: GradientOptimizer) -> None:
     optimizer._take()
 
 
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def adamw(
+    members: Sequence[Member], grads: Mapping[str, Tensor], rate: Scalar, *, weight_decay: float, gate: Tensor | None
+) -> None:
+    """One step of AdamW (Loshchilov and Hutter 2019) of some parameters, equal to that of ``torch.optim.AdamW``."""
+    params, gradients, means, squares, counts = [], [], [], [], []
+    for p, a, state in members:
+        begin_moments(state, p)
+        params.append(p)
+        gradients.append(grads[a.name])
+        means.append(state["exp_avg"])
+        squares.append(state["exp_avg_sq"])
+        counts.append(state["step"])
+    fused.adamw_(
+        params,
+        gradients,
+        means,
+        squares,
+        counts,
+        rate=rate,
+        betas=_BETAS,
+        epsilon=_EPSILON,
+        weight_decay=weight_decay,
+        gate=gate,
+    )
+
+
 def of_length(v: Tensor, lengths: float | Tensor, batch: ShapeBatch) -> Tensor:
     """v [N k o i], every matrix as long as its number in ``lengths``; zero stays zero, and NaN stays NaN."""
     stretch = torch.linalg.vector_norm(v, dim=(1, 2, 3), dtype=torch.float64) / lengths
-    scale = (1 / stretch + (stretch - stretch)).masked_fill(batch.is_zero | (stretch == 0), 0.0)
+    scale = (stretch.reciprocal() + (stretch - stretch)).masked_fill(batch.is_zero | (stretch == 0), 0.0)
     return v * scale.to(v.dtype)[:, None, None, None]
 
 

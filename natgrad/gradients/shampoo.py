@@ -81,10 +81,19 @@ class Shampoo(GradientOptimizer):
     def refreshes(self, step: int) -> bool:
         return is_due(step, self.every, early=self.early)
 
+    def statistics(self, batch: ShapeBatch) -> dict[str, Tensor]:
+        (_, k, o, i), left, right = batch.G.shape, batch.G, batch.G
+        if self.fit == "kl":
+            scale = batch.G.square().mean((1, 2, 3)).pow(-0.25).nan_to_num(posinf=0.0)  # of a mean of zero, too
+            if batch.has("S^-½"):
+                left = _times(None, batch.G, _or_number(batch.get("A^-½"), scale))
+                right = _times(_or_number(batch.get("S^-½"), scale), batch.G, None)
+            else:
+                left = right = scale[:, None, None, None] * batch.G
+        return {"S": moment(left, self.largest) / (i * k), "A": moment(right.mT, self.largest) / (o * k)}
+
     def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
-        for batch in batches:
-            self._average(batch)
-        if self.refreshes(step) or any("S^-p" not in batch.states[0] for batch in batches):
+        if self.refreshes(step) or not all(batch.has("S^-p") for batch in batches):
             self.refresh(batches)
         out = []
         for batch in batches:
@@ -97,19 +106,6 @@ class Shampoo(GradientOptimizer):
             means = [diagonal(batch.get(letter)).mean(1, keepdim=True) for letter in "SA"]
             for letter, λ in zip("SA", self.shifts(*means), strict=True):
                 self._invert(batch, letter, λ)
-
-    def _average(self, batch: ShapeBatch) -> None:
-        """S and A of this gradient into their averages."""
-        (k, o, i), G = batch.sizes, batch.G
-        left = right = G
-        if self.fit == "kl":
-            scale = G.square().mean((1, 2, 3)).pow(-0.25).nan_to_num(posinf=0.0)  # of a mean of zero, too
-            roots = [_or_number(batch.get(f"{F}^-½"), scale) if f"{F}^-½" in batch.states[0] else None for F in "SA"]
-            unit = scale[:, None, None, None] * G
-            left = unit if roots[1] is None else _times(None, G, roots[1])
-            right = unit if roots[0] is None else _times(roots[0], G, None)
-        batch.average("S", moment(left, self.largest) / (i * k))
-        batch.average("A", moment(right.mT, self.largest) / (o * k))
 
     def _invert(self, batch: ShapeBatch, letter: str, λ: Tensor) -> None:
         """(F + λ)^-p and, in KL divergence, its root F^-½, scaled so that the mean of xᵀF⁻¹x is the length of x."""
@@ -131,7 +127,7 @@ class Shampoo(GradientOptimizer):
             bad = (residual > _ROOT_ERROR)[:, None, None]
             for at, (root, X) in enumerate(zip(("-p", "-½"), each, strict=False)):
                 # What did not converge keeps its last root; without one it is NaN, and the step raises.
-                last = batch.get(f"{letter}^{root}") if f"{letter}^{root}" in batch.states[0] else torch.nan
+                last = batch.get(f"{letter}^{root}") if batch.has(f"{letter}^{root}") else torch.nan
                 each[at] = torch.where(bad, last, X.masked_fill(dead[:, None, None], 0.0))
         batch.put(f"{letter}^-p", each[0])
         if kl:

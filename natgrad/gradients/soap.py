@@ -87,9 +87,18 @@ class SOAP(GradientOptimizer):
         doubled = self.early and step < self.every and (step + 1) & step == 0
         return step > 0 and (doubled or (step + 1) % self.every == 0)  # after the step, for the next one
 
+    def statistics(self, batch: ShapeBatch) -> dict[str, Tensor]:
+        """S and A and, in the basis that there is, D."""
+        _, k, o, i = batch.G.shape
+        S, A = moment(batch.G, self.largest) / (i * k), moment(batch.G.mT, self.largest) / (o * k)
+        if not batch.has("S"):
+            for letter, F in (("Q", S), ("P", A)):
+                if F.ndim == 3:
+                    batch.put(letter, spectrum(F)[1])
+        Q, P = _basis(batch)
+        return {"S": S, "A": A, "D": _rotated(_mT(Q), batch.G, P).square().flatten(0, 1)}
+
     def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
-        for batch in batches:
-            self._average(batch)
         if self.moments == "carried" and self.refreshes(step):
             self.refresh(batches)
         out = []
@@ -102,19 +111,6 @@ class SOAP(GradientOptimizer):
         if self.moments == "sorted" and self.refreshes(step):
             self.refresh(batches)
         return out
-
-    def _average(self, batch: ShapeBatch) -> None:
-        """S, A and, in the basis that there is, D of this gradient into their averages."""
-        k, o, i = batch.sizes
-        new = "S" not in batch.states[0]
-        S = batch.average("S", moment(batch.G, self.largest) / (i * k))
-        A = batch.average("A", moment(batch.G.mT, self.largest) / (o * k))
-        if new:
-            for letter, F in (("Q", S), ("P", A)):
-                if F.ndim == 3:
-                    batch.put(letter, spectrum(F)[1])
-        Q, P = _basis(batch)
-        batch.average("D", _rotated(_mT(Q), batch.G, P).square().flatten(0, 1))
 
     def refresh(self, batches: Sequence[ShapeBatch]) -> None:
         """Q ← QR(SQ), P ← QR(AP) and D with them, all sizes at once."""
@@ -144,7 +140,7 @@ class SOAP(GradientOptimizer):
 
 def _basis(batch: ShapeBatch) -> tuple[Tensor | None, Tensor | None]:
     """Q [N o o] and P [N i i]; None for the axes."""
-    Q, P = (batch.get(letter) if letter in batch.states[0] else None for letter in "QP")
+    Q, P = (batch.get(letter) if batch.has(letter) else None for letter in "QP")
     return Q, P
 
 
