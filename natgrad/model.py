@@ -186,7 +186,7 @@ class Model:
         return Model.of(copy.deepcopy(self.module), None, self.output, self.examples, self.heads)
 
     def at(self, params: Mapping[str, Tensor]) -> Model:
-        """The model at other parameters. Those of a module are overwritten, since layer rules read them there.
+        """The model at other parameters. A module is moved itself, since layer rules read its parameters.
 
         >>> twice = Model.of(nn.Linear(1, 1, bias=False)).copied().at({"weight": torch.tensor([[2.0]])})
         >>> twice(None, torch.tensor([[3.0]]))

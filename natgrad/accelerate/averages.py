@@ -118,7 +118,7 @@ class Pending:
 
     @property
     def scale(self) -> tuple[int, int]:
-        """Those that have the same one are averaged at once."""
+        """Weight and count: averages that have the same ones are computed at once."""
         return id(self.weight), id(self.count) if isinstance(self.count, Tensor) else self.count
 
     @staticmethod

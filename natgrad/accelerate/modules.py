@@ -129,7 +129,7 @@ def compiles_calls(module: nn.Module) -> bool:
 
 
 def with_own_calls(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those whose calls were compiled by ``module.compile()``, or that have a forward of their own."""
+    """The modules whose calls were compiled by ``module.compile()``, or that have a forward of their own."""
     return [m for m in modules if m._compiled_call_impl is not None or "forward" in m.__dict__]
 
 

@@ -272,7 +272,7 @@ class Concave(Domain):
     """{x : g(x) > 0} for a given concave g(x) → [*batch s], with a description of each condition.
 
     The s conditions are split evenly among ``words``: one condition a description, or one for each of several entries.
-    Those of the last description must be free of units, since ``on_boundary`` compares them with rounding.
+    The conditions of the last description must be free of units, since ``on_boundary`` compares them with rounding.
     """
 
     function: Callable[[Tensor], Tensor]

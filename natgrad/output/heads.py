@@ -146,7 +146,7 @@ class Heads(OutputMetric):
         return [piece.reshape(-1, *shape[1:]) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def targets(self, target: Any) -> list[Any]:
-        """Those of every head; None where there are none."""
+        """The targets of every head; None where there are none."""
         if target is None:
             return [None] * len(self.metrics)
         if isinstance(target, Mapping):

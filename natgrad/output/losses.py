@@ -83,7 +83,7 @@ def metric_of(
     if isinstance(loss, type) or not callable(loss):
         check_slots(metric=(loss, OutputMetric))  # raises
     check_samples(samples)
-    module, given = _module_of(loss), isinstance(loss, nn.Module)
+    module, is_user_module = _module_of(loss), isinstance(loss, nn.Module)
     kind = next((kind for kind in _KINDS if _is(module, kind)), None)
     if kind is nn.CTCLoss:
         raise TypeError(
@@ -92,7 +92,7 @@ def metric_of(
         )
     if kind is None:
         two = _two_arguments(module if isinstance(module, nn.Module) else loss)
-        metric: OutputMetric = HessianLoss(two, given=given)
+        metric: OutputMetric = HessianLoss(two, is_user_module=is_user_module)
         _log.info("%r", metric)
         return metric if samples is None else Sampled(metric, samples)
     assert isinstance(module, nn.Module)
@@ -100,12 +100,12 @@ def metric_of(
         raise TypeError(f"{described(module)} has no axis of classes: leave out axis=")
     _check_reduction(module)
     if kind in _OF_CLASSES:
-        return ClassLoss(module, samples, axis, given=given)
+        return ClassLoss(module, samples, axis, is_user_module=is_user_module)
     family, factor = _KINDS[kind](module)
-    return ElementLoss(module, samples, family, factor, given=given)
+    return ElementLoss(module, samples, family, factor, is_user_module=is_user_module)
 
 
-class Terms(NamedTuple):
+class LossWeights(NamedTuple):
     """The terms of a batch of outputs: their weights w [n *terms] in N·L, and the axis of the classes, if there is one.
 
     It stands for the target wherever a metric of a loss takes one, and is cut along the examples as targets are.
@@ -134,7 +134,7 @@ class TermLoss(OutputMetric):
     loss: nn.Module
     samples: int | None
     summed: bool  # the terms count as in −Σ log p, whatever the reduction
-    given: bool  # the loss is a module that the user calls
+    is_user_module: bool  # the loss is a module that the user calls
 
     @abstractmethod
     def family_of(self, axis: int | None) -> Family:
@@ -155,18 +155,18 @@ class TermLoss(OutputMetric):
 
     @property
     def awaits(self) -> nn.Module | bool:
-        return self.needs_target and self.given and self.loss
+        return self.needs_target and self.is_user_module and self.loss
 
     @property
     def exact(self) -> bool:
         return self.samples is None
 
-    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Terms:
-        if isinstance(target, Terms):
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> LossWeights:
+        if isinstance(target, LossWeights):
             return target
         self.check_target(target)
         w, total, axis = self.counted(y, target, cotangent)
-        return Terms(self._reduced(w, total), axis)
+        return LossWeights(self._reduced(w, total), axis)
 
     def denominator(self, y: Tensor, target: Any = None) -> Tensor | int:
         mean = self.reduction == "mean" and not self.summed
@@ -227,7 +227,9 @@ class ClassLoss(TermLoss):
     samples: int | None = None
     axis: int | None = None
     summed: bool = False
-    given: bool = field(default=True, repr=False)  # not named in a checkpoint, nor are the axes, which are found again
+    is_user_module: bool = field(
+        default=True, repr=False
+    )  # not named in a checkpoint, nor are the axes, which are found again
     axes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)  # of the classes, by those of outputs
 
     def family_of(self, axis: int | None) -> Family:
@@ -364,7 +366,7 @@ class ElementLoss(TermLoss):
     family: Family
     factor: float = 1.0
     summed: bool = False
-    given: bool = field(default=True, repr=False)
+    is_user_module: bool = field(default=True, repr=False)
 
     def family_of(self, axis: int | None) -> Family:
         return self.family
@@ -466,7 +468,9 @@ class HessianLoss(OutputMetric):
 
     loss: OneLoss
     summed: bool = False
-    given: bool = field(default=True, repr=False)  # the loss is a module that the user calls, if it is a module
+    is_user_module: bool = field(
+        default=True, repr=False
+    )  # the loss is a module that the user calls, if it is a module
     checks: set[str] = field(default_factory=set, repr=False, compare=False)  # what has been checked, or said
 
     @property
@@ -475,7 +479,7 @@ class HessianLoss(OutputMetric):
 
     @property
     def awaits(self) -> nn.Module | bool:
-        return self.loss if isinstance(self.loss, nn.Module) and self.given else False
+        return self.loss if isinstance(self.loss, nn.Module) and self.is_user_module else False
 
     @property
     def grows(self) -> bool:

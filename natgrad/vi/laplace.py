@@ -65,7 +65,7 @@ class SharedSpectrum:
 
     @cached_property
     def eigenvalues(self) -> Tensor | None:
-        """Those of G [p], if it has them."""
+        """The eigenvalues of G [p], if it has them."""
         return self.diagonalised.eigenvalues()
 
 
