@@ -51,7 +51,7 @@ cuda:  ## the tests that need a GPU, run by PYTHON
 	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch of $(PYTHON) sees no GPU: make cuda PYTHON=...")'
 	printf '%s\n' tests/cuda/test_*.py | OMP_NUM_THREADS=1 xargs -P $(CUDA_JOBS) -n 1 $(PYTHON) -m pytest -q
 
-docs: $(VENV)/.dev  ## write README and the pages that quote measurements from the result files
+docs: $(VENV)/.dev  ## fill in the measurements that README and docs/ quote, from the result files
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pages --figures
 
 # Sphinx reads build/source and runs the gallery: in its own virtual environment, so that tests need none of it. ONLINE=1 links

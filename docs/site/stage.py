@@ -38,7 +38,7 @@ def write(path: Path, text: str) -> None:
 
 def pages() -> dict[Path, str]:
     """The files of all written pages, and their names in the site."""
-    written = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in ("templates", "site")]
+    written = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] != "site"]
     return {path: path.relative_to(DOCS).as_posix() for path in written} | {
         ROOT / name: page for name, page in ELSEWHERE.items() if page != "index.md"
     }
