@@ -227,9 +227,8 @@ class ClassLoss(TermLoss):
     samples: int | None = None
     axis: int | None = None
     summed: bool = False
-    is_user_module: bool = field(
-        default=True, repr=False
-    )  # not named in a checkpoint, nor are the axes, which are found again
+    # Not named in a checkpoint, nor are the axes, which are found again.
+    is_user_module: bool = field(default=True, repr=False)
     axes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)  # of the classes, by those of outputs
 
     def family_of(self, axis: int | None) -> Family:
@@ -468,9 +467,7 @@ class HessianLoss(OutputMetric):
 
     loss: OneLoss
     summed: bool = False
-    is_user_module: bool = field(
-        default=True, repr=False
-    )  # the loss is a module that the user calls, if it is a module
+    is_user_module: bool = field(default=True, repr=False)  # if the loss is a module
     checks: set[str] = field(default_factory=set, repr=False, compare=False)  # what has been checked, or said
 
     @property
