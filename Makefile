@@ -16,6 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CORE := tests/test_product.py tests/test_tables.py tests/test_structures.py tests/test_house.py tests/test_public_names.py \
     tests/test_oracle.py tests/theorems tests/families tests/rules tests/solve tests/kernels tests/mirror tests/step \
     tests/optim/test_adamw.py tests/optim/test_momentum.py tests/vi/test_laplace.py tests/fit/test_networks.py \
+    tests/fit/test_least_squares.py tests/test_numbers.py \
     tests/functionspace/test_basin.py tests/functionspace/test_flatness.py tests/test_pde.py tests/test_proximal.py \
     tests/test_docs.py
 
