@@ -16,7 +16,7 @@ from natgrad.accelerate.temporaries import BESSEL_VALUES, KERNEL_VALUES, at_once
 from natgrad.errors import MemoryBoundError
 from natgrad.kernels.distances import FeatureMap, check_features, pairwise, points, squared_distances
 from natgrad.kernels.matern import matern
-from natgrad.linalg import is_number
+from natgrad.linalg import check_number_fields, check_positive, is_number
 
 _GRID, _ROUNDS = 16, 6  # lengthscales tried at once, and how often the interval is refined
 _MEMORY = 2**32  # bytes of distances and temporaries
@@ -46,7 +46,7 @@ class Median(Lengthscale):
     divisor: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("Median(divisor", self.divisor, "the median distance is divided by a positive number")
+        check_positive(self.divisor, "Median(divisor=…)", ": the median distance is divided by a positive number")
 
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
@@ -77,8 +77,10 @@ class Alike(Lengthscale):
     nu: float = 1.5
 
     def __post_init__(self) -> None:
-        _check_positive("Alike(value", self.value, "the mean of a kernel between 0 and 1 lies between 0 and 1", 1.0)
-        _check_positive("Alike(nu", self.nu, "the smoothness of the kernel is a positive number")
+        check_number_fields(self)
+        if not 0 < self.value < 1:
+            raise ValueError(f"Alike(value={self.value}): the mean of a kernel between 0 and 1 lies between 0 and 1")
+        check_positive(self.nu, "Alike(nu=…)", ": the smoothness of the kernel is a positive number")
 
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
@@ -130,13 +132,6 @@ def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
     value = float(lengthscale.detach() if isinstance(lengthscale, Tensor) else lengthscale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"lengthscale={value:g} must be positive and finite: distances are divided by it")
-
-
-def _check_positive(where: str, value: Any, why: str, below: float = math.inf) -> None:
-    if not is_number(value):
-        raise TypeError(f"{where}=…) got {value!r}: give a real number, {why}")
-    if not 0 < value < below:
-        raise ValueError(f"{where}={value}): {why}")
 
 
 def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from natgrad.errors import DomainError, GuaranteeError
 from natgrad.geometry import value_and_differential
-from natgrad.linalg import check_finite, is_number
+from natgrad.linalg import check_finite, check_positive, is_number
 from natgrad.mirror.geometry import Everywhere, Region, RiemannianMetric
 from natgrad.mirror.potentials import Potential
 from natgrad.model import check_slots
@@ -306,8 +305,8 @@ class PrimalDescent(ProximalDescent):
     def __post_init__(self) -> None:
         check_slots(metric=(self.metric, RiemannianMetric), region=(self.region, Region))
         _check_policy(self.policy)
-        _check_positive("lipschitz", self.lipschitz)
-        _check_positive("C", self.C)
+        check_positive(self.lipschitz, "lipschitz")
+        check_positive(self.C, "C")
 
     @property
     def constant(self) -> float:
@@ -362,7 +361,7 @@ class BregmanDescent(ProximalDescent):
     def __post_init__(self) -> None:
         check_slots(potential=(self.potential, Potential))
         _check_policy(self.policy)
-        _check_positive("smoothness", self.smoothness)
+        check_positive(self.smoothness, "smoothness")
 
     @property
     def constant(self) -> float:
@@ -409,8 +408,3 @@ def in_dual_chart(objective: Objective, potential: Potential) -> Objective:
 def _check_policy(policy: Policy) -> None:
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"policy must be Refuse(), Report(), Doubling(), or a function as they are, got {policy!r}")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a positive, finite number")

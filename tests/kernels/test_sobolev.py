@@ -431,7 +431,7 @@ WORDS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("word", ["a", None, True, 1j], ids=repr)
 @pytest.mark.parametrize("where", WORDS)
 def test_words_are_refused_where_a_number_belongs(where: str, word: Any) -> None:
-    with pytest.raises(TypeError, match=rf"{where} got .*: give a real number"):
+    with pytest.raises(TypeError, match=rf"{where} must be a number, got "):
         WORDS[where](word)
 
 

@@ -278,7 +278,7 @@ def test_a_step_out_of_the_dual_domain_is_refused_by_entry() -> None:
 
 
 def test_the_constants_of_mirror_descent_are_checked() -> None:
-    with pytest.raises(ValueError, match="smoothness=-1 must be a positive, finite number"):
+    with pytest.raises(ValueError, match="smoothness must be positive and finite, got -1"):
         BregmanDescent(SquaredNorm(), -1)
     with pytest.raises(TypeError, match="potential must be a natgrad Potential"):
         BregmanDescent(torch.exp, 1.0)  # type: ignore[arg-type]

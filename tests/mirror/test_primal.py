@@ -211,9 +211,9 @@ def test_c_is_the_worst_of_the_smallest_eigenvalues() -> None:
 
 
 def test_constants_are_positive_numbers() -> None:
-    with pytest.raises(ValueError, match=r"lipschitz=0.0 must be a positive, finite number"):
+    with pytest.raises(ValueError, match=r"lipschitz must be positive and finite, got 0\.0"):
         PrimalDescent(MatrixMetric(curved), lipschitz=0.0)
-    with pytest.raises(ValueError, match="C=inf must be a positive, finite number"):
+    with pytest.raises(ValueError, match="C must be positive and finite, got inf"):
         PrimalDescent(MatrixMetric(curved), lipschitz=1.0, C=math.inf)
 
 
