@@ -63,6 +63,7 @@ from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
+from natgrad.structures.kronecker import check_source
 from natgrad.structures.refresh import Refresh
 from natgrad.watch.base import Watcher
 from natgrad.watch.loss import LossWatch, ScaleWatch, has_loss
@@ -213,9 +214,7 @@ class NaturalGradient(torch.optim.Optimizer):
                 raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
             blocks = structure.gradient_blocks(blocks)
         else:
-            schedule.structure.check_pulled_back()
-            if metric.source == "backward":
-                schedule.structure.check_backward()
+            check_source(schedule.structure, metric.source)
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
         self.rule, self.momentum_on, self.nesterov = step, momentum_on, nesterov
         queried = not isinstance(step, PlainRule)

@@ -21,8 +21,8 @@ from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operation_layers import is_operation
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
-from natgrad.structures.base import Cost, LayerSpectrum
-from natgrad.structures.layered import LATE, Layered, LayerOperator
+from natgrad.structures.base import Cost
+from natgrad.structures.layered import LATE, Layered, LayerOperator, LayerSpectrum
 from natgrad.structures.refresh import Refresh
 
 _PENDING = "found at the first pass"
@@ -189,8 +189,9 @@ def _rule_of(block: Block) -> str | None:
 
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = tracker.structure.arrange(tracker.observer.blocks), tracker.average
-    if G is None or not tracker.structure.by_layer:
+    structure, blocks, G = tracker.structure, tracker.observer.blocks, tracker.average
+    blocks = structure.arrange(blocks) if isinstance(structure, Layered) else blocks
+    if G is None or not structure.by_layer:
         return blocks
     covered = {name for block in G.layers for name in block.names}
     layers = [*G.layers, *(left for block in blocks for left in _left(block, covered))]
@@ -219,7 +220,8 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
     cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
     if cost is not None and tracker.metric.source == "gradients":
         cost = _once_a_step(cost, block, tracker.schedule.every)
-    return Row(block.names, _rule_of(block), structure.title(block), block.shape, cost)
+    title = structure.title(block) if isinstance(structure, Layered) else type(structure).__name__
+    return Row(block.names, _rule_of(block), title, block.shape, cost)
 
 
 def _once_a_step(cost: Cost, block: Block, every: int) -> Cost:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, reduce
-from typing import Any, ClassVar, NoReturn, Protocol, cast, final
+from typing import Any, ClassVar, NoReturn, cast, final
 
 import torch
 from torch import Tensor
@@ -131,6 +131,44 @@ class Structure(ABC):
     power: float = 1.0
     operator: ClassVar[type[Operator]]  # of its estimates, where ``restore`` makes it of its tensors alone
     bounded: ClassVar[bool] = True  # a moving average of its operators stays as small as one of them
+
+    # What a structure says of itself: ``estimate``, and the rest where its default is not right.
+
+    @abstractmethod
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
+        """The operator of this structure, at the model and the batch of the pullback, or the batches of a loader.
+
+        ``like``: what it will be averaged with; what is amortised over many estimates (a basis) is taken from it.
+        """
+
+    def elements(self, pullback: Pullback) -> int:
+        """How many numbers the operator will hold, for the bound on its memory: one a parameter, if not overridden."""
+        return pullback.model.size
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
+        """The operator with these ``tensors()``; None if nothing is stored and it must be estimated again.
+
+        Raises ``StateError`` where they do not fit the model.
+        """
+        kind = cast(Any, self.operator)
+        own = {f.name: tensors[f.name] for f in fields(kind) if f.type == "Tensor"}
+        layout = Layout.of(model.params, next(iter(own.values())).dtype)
+        return kind(layout, **own, **({} if self.power == 1 else {"power": self.power}))
+
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
+        """Of these layers together; None where it depends on the batch.
+
+        ``exact``: a damping is added to G, and not to its factors. ``iterative``: the metric is not inverted, but
+        solved with products.
+        """
+        return None
+
+    def uncovered(self) -> str | None:
+        """What becomes of parameters that no layer rule covers, in words; None where rules do not matter."""
+        return "their rows come from torch.func, which is slow"
+
+    # What the optimizer asks: how it is averaged, and the second moment of gradients.
+
     stored: ClassVar[bool] = True  # an operator holds numbers, so that keeping it for several steps saves work
     one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
     in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place, and never holds a whole estimate
@@ -144,28 +182,9 @@ class Structure(ABC):
         """Whether its eigenvectors are computed again after a step, for the next gradient, and not in the step."""
         return False
 
-    def __repr__(self) -> str:
-        """Without keyword-only options at their defaults, so that checkpoints from before an option can be loaded."""
-        options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
-        names = [f.name for f in options if not f.kw_only or getattr(self, f.name) != f.default]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
-
-    def elements(self, pullback: Pullback) -> int:
-        """How many numbers the operator will hold, for the bound on its memory: one a parameter, if not overridden."""
-        return pullback.model.size
-
-    @abstractmethod
-    def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
-        """The operator of this structure, at the model and the batch of the pullback, or the batches of a loader.
-
-        ``like``: what it will be averaged with; what is amortised over many estimates (a basis) is taken from it.
-        """
-
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
         """The moving average (1 − w) Ḡ + w G."""
         return average.lerp(self.estimate(pullback, average), weight)
-
-    # The second moment of gradients (``BatchGradient``).
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         """The layers as this structure keeps them where it is estimated from gradients; refuses where it cannot be."""
@@ -182,29 +201,6 @@ class Structure(ABC):
         """The moving average (1 − w) Ḡ + w g gᵀ. In a captured step w is a tensor []."""
         return average.merged(self.of_gradient(sample, average), float(weight))
 
-    def check_pulled_back(self) -> None:
-        """Refuse where this structure is for gradients alone. Most are for every metric."""
-        return
-
-    # The cotangents of the user's backward pass (``Empirical()``).
-
-    def check_backward(self) -> None:
-        """Refuse where this structure cannot be estimated in a backward pass that the user runs."""
-        raise IncompatibleError(
-            f"Empirical() does not work with {type(self).__name__}, which is not made layer by layer, where cotangents "
-            "arrive: use Kronecker, or give it the loss, Empirical(loss)"
-        )
-
-    def in_backward(
-        self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
-    ) -> BackwardEstimate:
-        """An estimate that is made while the user's backward pass runs, from the pass of this pullback.
-
-        ``average``: what it will be averaged with. With ``in_place`` that changes where cotangents arrive; ``weigh``
-        gives the weight of the estimate, and is called once, when the first of them does.
-        """
-        raise NotImplementedError
-
     def extracted(self, G: Operator) -> Operator | None:
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
         return None
@@ -213,40 +209,18 @@ class Structure(ABC):
         """The identity, with tensors as large as those of every estimate; None where these depend on the batch."""
         return None
 
-    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
-        """The operator with these ``tensors()``; None if nothing is stored and it must be estimated again.
+    # What follows.
 
-        Raises ``StateError`` where they do not fit the model.
-        """
-        kind = cast(Any, self.operator)
-        own = {f.name: tensors[f.name] for f in fields(kind) if f.type == "Tensor"}
-        layout = Layout.of(model.params, next(iter(own.values())).dtype)
-        return kind(layout, **own, **({} if self.power == 1 else {"power": self.power}))
+    def __repr__(self) -> str:
+        """Without keyword-only options at their defaults, so that checkpoints from before an option can be loaded."""
+        options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
+        names = [f.name for f in options if not f.kw_only or getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def require_whole(self, user: str) -> None:
         """Refuse a power on behalf of a user for whom G is the curvature of a loss, and not only a metric."""
         if self.power != 1:
             raise IncompatibleError(f"{user} does not work with {self!r}: its curvature is G, not G^p. Use power=1")
-
-    def arrange(self, blocks: Sequence[Block]) -> list[Block]:
-        """The layers as this structure keeps them."""
-        return list(blocks)
-
-    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
-        """Of these layers together; None where it depends on the batch.
-
-        ``exact``: a damping is added to G, and not to its factors. ``iterative``: the metric is not inverted, but
-        solved with products.
-        """
-        return None
-
-    def title(self, block: Block) -> str:
-        """What becomes of a layer, in a word for a table."""
-        return type(self).__name__
-
-    def uncovered(self) -> str | None:
-        """What becomes of parameters that no layer rule covers, in words; None where rules do not matter."""
-        return "their rows come from torch.func, which is slow"
 
     def admit(self, pullback: Pullback) -> None:
         """Refuse, before anything is allocated, what exceeds the memory bound, and say what would fit."""
@@ -279,26 +253,6 @@ def _kinds(kind: Any) -> Iterator[type[Structure]]:
         yield from _kinds(below)
 
 
-class BackwardEstimate(ABC):
-    """An estimate that the user's backward pass makes."""
-
-    @property
-    @abstractmethod
-    def arrived(self) -> bool:
-        """Whether a backward pass has begun."""
-
-    @abstractmethod
-    def finish(self, sample: GradientSample, like: Operator | None) -> Operator:
-        """The estimate or, in place, the new average; ``sample`` is for parameters that no layer rule covers.
-
-        ``like``: the estimate of later passes of the same step, which know the layers of all passes before them.
-        """
-
-    @abstractmethod
-    def remove(self) -> None:
-        """No longer wait for a backward pass."""
-
-
 class StateError(ValueError):
     """The tensors of a checkpoint do not fit the model."""
 
@@ -307,27 +261,6 @@ def check_shape(name: str, t: Tensor, shape: Sequence[int]) -> None:
     """Raise if a tensor of a checkpoint has another shape than here."""
     if tuple(t.shape) != tuple(shape):
         raise StateError(f"{name} in the state has the shape {list(t.shape)}, here it is {list(shape)}")
-
-
-class WorkSharing(Protocol):
-    """Processes that divide expensive work by layers."""
-
-    def share(self, blocks: Sequence[Block]) -> list[int]:
-        """The numbers of the layers that this process works on."""
-
-    def gathered(self, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors that all processes computed; an error of one is raised by all."""
-
-
-@final
-@dataclass(frozen=True)
-class LayerSpectrum:
-    """The eigenvalues of one layer: of its factors, S and A, and of its block of G, whatever the power."""
-
-    names: tuple[str, ...]
-    factors: Mapping[str, Tensor]  # [c d], ascending
-    diagonals: Mapping[str, Tensor]  # [c d], of the factors
-    values: Tensor  # [c o i]
 
 
 class Operator(ABC):

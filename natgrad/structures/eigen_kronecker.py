@@ -27,7 +27,7 @@ from natgrad.pullbacks.moments import by_roots, factors_of, second_moments
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.features import Features
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator
 from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
     Basis,
@@ -37,6 +37,7 @@ from natgrad.structures.layered import (
     Rotation,
     SidesCost,
     SpectralInverse,
+    WorkSharing,
     alike,
     lay_side_by_side,
     layer_tensors,

@@ -131,31 +131,18 @@ class KernelOperator(RootedOperator):
         """R R'ᵀ [(k n) (l m)] with the rows of another kernel over the same parameters, layer by layer.
 
         Layers that both have packed alike are multiplied as factors. The others, such as a weight that one of the two
-        reads through a module and the other inside a derivative, are multiplied as rows, one layer at a time.
+        reads through a module and the other inside a derivative, are multiplied as rows.
         """
         if self.K is not None or other.K is not None:
             self.refuse("a Gram matrix with other rows", "its examples are coupled; use Euclidean, without a kernel")
         k, n = self.factors[0].g.shape[:2]
         l, m = other.factors[0].g.shape[:2]
         total = self.factors[0].g.new_zeros(k * n, l * m)
-        theirs = {name: at for at, block in enumerate(other.blocks) for name in block.names}
-        pending: dict[int, set[int]] = {}  # our blocks by the blocks of the other that share a parameter with them
-        for at, (block, f) in enumerate(zip(self.blocks, self.factors, strict=True)):
-            shared = {theirs[name] for name in block.names}
-            if len(shared) == 1 and _alike(block, f, other.blocks[min(shared)], other.factors[min(shared)]):
-                total += f.gram(other.factors[min(shared)])
-                continue
-            for which in shared:
-                pending.setdefault(which, set()).add(at)
-        while pending:
-            which, ours = pending.popitem()
-            group = {which}
-            while more := {b for b, mine in pending.items() if mine & ours}:
-                group |= more
-                for b in more:
-                    ours |= pending.pop(b)
-            left, right = self._ordered_rows(sorted(ours)), other._ordered_rows(sorted(group))
-            total.addmm_(left, right.T)
+        pairs, left, right = _matched(self, other)
+        for a, b in pairs:
+            total += self.factors[a].gram(other.factors[b])
+        if left:
+            total.addmm_(self._ordered_rows(left), other._ordered_rows(right).T)
         return total
 
     def _ordered_rows(self, which: Sequence[int]) -> Tensor:
@@ -163,13 +150,12 @@ class KernelOperator(RootedOperator):
         rows = torch.cat([self.factors[b].rows().flatten(0, 1) for b in which], dim=1)
         return rows[:, torch.cat([self.blocks[b].index for b in which]).argsort()]
 
-    def _in_blocks(self, which: Sequence[int], groups: Sequence[set[str]]) -> KernelOperator:
-        """The same rows: these blocks as they are, and explicit rows for groups of the other parameters."""
+    def _in_blocks(self, which: Sequence[int], others: Sequence[int]) -> KernelOperator:
+        """The same rows: the blocks ``which`` as they are, and explicit rows for the parameters of the others."""
         blocks, factors = [self.blocks[b] for b in which], [self.factors[b] for b in which]
-        for group in groups:
-            inside = [b for b, block in enumerate(self.blocks) if not group.isdisjoint(block.names)]
-            blocks.append(Block.of_rows([self.blocks[b] for b in inside]))
-            factors.append(Factors.of_rows(self._ordered_rows(inside).unflatten(0, self.factors[0].g.shape[:2])))
+        if others:
+            blocks.append(Block.of_rows([self.blocks[b] for b in others]))
+            factors.append(Factors.of_rows(self._ordered_rows(others).unflatten(0, self.factors[0].g.shape[:2])))
         return replace(self, blocks=tuple(blocks), factors=tuple(factors))
 
     def push(self, v: Tensor) -> Tensor:
@@ -273,12 +259,15 @@ class KernelOperator(RootedOperator):
     def lerp(self, other: Operator, weight: float) -> KernelOperator:
         """Both sets of rows, weighted: exact, and as large as the two together."""
         self.same_kind(other)
-        here, there = _in_common_blocks(self, cast(KernelOperator, other))
+        new = cast(KernelOperator, other)
+        alike, ours, theirs = _matched(self, new)
+        here = self._in_blocks([at for at, _ in alike], ours)
+        there = new._in_blocks([at for _, at in alike], theirs)
         pairs = list(zip(here.factors, there.factors, strict=True))
         if any(f.g.shape[0] != h.g.shape[0] for f, h in pairs):
             raise ValueError("kernels with different numbers of roots cannot be joined")
-        old, new = math.sqrt(1 - weight), math.sqrt(weight)
-        joined = tuple(_join(Factors(f.a, old * f.g), Factors(h.a, new * h.g)) for f, h in pairs)
+        u, w = math.sqrt(1 - weight), math.sqrt(weight)
+        joined = tuple(_join(Factors(f.a, u * f.g), Factors(h.a, w * h.g)) for f, h in pairs)
         return replace(here, factors=joined, K=_beside(here, there))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -502,24 +491,20 @@ def _alike(block: Block, f: Factors, other: Block, g: Factors) -> bool:
     )
 
 
-def _in_common_blocks(left: KernelOperator, right: KernelOperator) -> tuple[KernelOperator, KernelOperator]:
-    """Both kernels with the same blocks: those that they have packed alike, and explicit rows of the others.
+def _matched(left: KernelOperator, right: KernelOperator) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """The numbers of the blocks that both have packed alike, in pairs, and of the others of each.
 
     A layer may have its rule in one pass and not in another, where the model uses it in another way.
     """
     theirs = {block.names: at for at, block in enumerate(right.blocks)}
-    groups: list[set[str]] = []  # of parameters that a block of one of the two holds together
-    alike: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for at, (block, f) in enumerate(zip(left.blocks, left.factors, strict=True)):
         other = theirs.get(block.names)
         if other is not None and _alike(block, f, right.blocks[other], right.factors[other]):
-            alike.append((at, theirs.pop(block.names)))
-        else:
-            groups.append(set(block.names))
-    for names in theirs:
-        touched = [group for group in groups if not group.isdisjoint(names)]
-        groups = [group for group in groups if group.isdisjoint(names)] + [set(names).union(*touched)]
-    return left._in_blocks([at for at, _ in alike], groups), right._in_blocks([at for _, at in alike], groups)
+            pairs.append((at, other))
+    ours, matched = ({pair[side] for pair in pairs} for side in (0, 1))
+    rest = [at for at in range(len(left.blocks)) if at not in ours]
+    return pairs, rest, [at for at in range(len(right.blocks)) if at not in matched]
 
 
 def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:

@@ -54,13 +54,12 @@ from natgrad.pullbacks.operation_layers import is_operation, with_layers
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import Cotangents
 from natgrad.structures.base import (
-    BackwardEstimate,
     Cost,
     IdentityInverse,
     Inverse,
     Layout,
     Operator,
-    WorkSharing,
+    Structure,
     check_shape,
 )
 from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
@@ -73,6 +72,7 @@ from natgrad.structures.layered import (
     LayerOperator,
     LayerSplit,
     SidesCost,
+    WorkSharing,
     diagonal_of,
     eigenvalues,
     factor_power,
@@ -197,7 +197,7 @@ class Kronecker(Layered):
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
-        self.check_pulled_back()
+        check_source(self, "outputs")
         split, layout = self.split(pullback, like), Layout(pullback.model.like, pullback.y.dtype)
         estimates, positions = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
         counts = tuple(split.of_all(positions, lambda block: 0))
@@ -216,13 +216,6 @@ class Kronecker(Layered):
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         out = KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
         return replace(out, fit=self.fit, halves=halves)
-
-    def check_pulled_back(self) -> None:
-        if self.fit == "kl":
-            raise IncompatibleError(
-                'Kronecker(fit="kl") is fitted to the gradients of matrices, and does not work with a metric on the '
-                'outputs: use it with BatchGradient(), or fit="mean"'
-            )
 
     def nearest(self, average: Operator | None) -> NearestProduct | None:
         """The fit in KL divergence with the inverses that the average has."""
@@ -268,16 +261,14 @@ class Kronecker(Layered):
         stream_gradient(sample, used, self.shapes, sink, nearest, inputs_only=inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
-    def check_backward(self) -> None:
-        if self._inputs_only:
-            raise IncompatibleError(
-                'Kronecker(sides="inputs") needs no cotangents, and so no backward pass: use it with Euclidean()'
-            )
-        self.fallback.gradient_blocks([])
-
     def in_backward(
         self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
     ) -> KroneckerInBackward:
+        """An estimate that is made while the user's backward pass runs, from the pass of this pullback.
+
+        ``average``: what it will be averaged with. With ``in_place`` that changes where cotangents arrive; ``weigh``
+        gives the weight of the estimate, and is called once, when the first of them does.
+        """
         assert average is None or isinstance(average, KroneckerOperator)
         return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
 
@@ -294,8 +285,30 @@ class Kronecker(Layered):
         return self.assembled(split, layout, saved, fallback, halves)
 
 
+def check_source(structure: Structure, source: str) -> None:
+    """Refuse a structure that cannot be estimated from a pass, or in the "backward" pass that the user runs."""
+    kronecker = structure if isinstance(structure, Kronecker) else None
+    if kronecker is not None and kronecker.fit == "kl":
+        raise IncompatibleError(
+            'Kronecker(fit="kl") is fitted to the gradients of matrices, and does not work with a metric on the '
+            'outputs: use it with BatchGradient(), or fit="mean"'
+        )
+    if source != "backward":
+        return
+    if kronecker is None:
+        raise IncompatibleError(
+            f"Empirical() does not work with {type(structure).__name__}, which is not made layer by layer, where "
+            "cotangents arrive: use Kronecker, or give it the loss, Empirical(loss)"
+        )
+    if kronecker.sides == "inputs":
+        raise IncompatibleError(
+            'Kronecker(sides="inputs") needs no cotangents, and so no backward pass: use it with Euclidean()'
+        )
+    kronecker.fallback.gradient_blocks([])
+
+
 @final
-class KroneckerInBackward(BackwardEstimate):
+class KroneckerInBackward:
     """A = E[a aᵀ] and S = E[g gᵀ] of every layer, with the cotangents g of a backward pass that the user runs.
 
     ``weigh``: gives the weight of the estimate in the ``average``, which is then changed in place. Layers that no
@@ -330,9 +343,11 @@ class KroneckerInBackward(BackwardEstimate):
 
     @property
     def arrived(self) -> bool:
+        """Whether a backward pass has begun."""
         return self._hooks.arrived
 
     def remove(self) -> None:
+        """No longer wait for a backward pass."""
         self._hooks.remove()
         self._turns.discard(self._turn)
 
@@ -363,6 +378,10 @@ class KroneckerInBackward(BackwardEstimate):
 
     @torch.no_grad()
     def finish(self, sample: GradientSample, like: Operator | None) -> KroneckerOperator:
+        """The estimate or, in place, the new average; ``sample`` is for parameters that no layer rule covers.
+
+        ``like``: the estimate of later passes of the same step, which know the layers of all passes before them.
+        """
         self._hooks.finish()
         if self._sink is not None:
             self._kernels(self._sink).inputs_after()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from numbers import Integral
-from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
+from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -71,13 +71,11 @@ from natgrad.structures.base import (
     Cost,
     IdentityInverse,
     Inverse,
-    LayerSpectrum,
     Layout,
     Operator,
     StateError,
     Structure,
     Subset,
-    WorkSharing,
     check_shape,
 )
 from natgrad.structures.diagonal import Diagonal
@@ -132,6 +130,7 @@ class Layered(Structure):
             raise ValueError(f"{name}(largest=…) must be at least 1, got {self.largest}")
 
     def arrange(self, blocks: Sequence[Block]) -> list[Block]:
+        """The layers as this structure keeps them."""
         joint = self.bias == "joint"
         return list(blocks) if joint else [piece for block in blocks for piece in block.separated()]
 
@@ -155,6 +154,7 @@ class Layered(Structure):
         return Cost.total(costs if below is None else [*costs, below])
 
     def title(self, block: Block) -> str:
+        """What becomes of a layer, in a word for a table."""
         if block.rule is not None:
             return type(self).__name__
         return f"{type(self.fallback).__name__} (fallback)"
@@ -435,6 +435,27 @@ class SidesCost:
 
 
 # The operator.
+
+
+class WorkSharing(Protocol):
+    """Processes that divide expensive work by layers."""
+
+    def share(self, blocks: Sequence[Block]) -> list[int]:
+        """The numbers of the layers that this process works on."""
+
+    def gathered(self, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors that all processes computed; an error of one is raised by all."""
+
+
+@final
+@dataclass(frozen=True)
+class LayerSpectrum:
+    """The eigenvalues of one layer: of its factors, S and A, and of its block of G, whatever the power."""
+
+    names: tuple[str, ...]
+    factors: Mapping[str, Tensor]  # [c d], ascending
+    diagonals: Mapping[str, Tensor]  # [c d], of the factors
+    values: Tensor  # [c o i]
 
 
 class LayerOperator(Operator):

@@ -17,7 +17,7 @@ import natgrad as ng
 from natgrad.accelerate import moments
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.pullbacks import coupling
-from natgrad.structures.base import BackwardEstimate
+from natgrad.structures.kronecker import KroneckerInBackward
 from tests.optim.states import Net
 
 LOSS = F.cross_entropy
@@ -438,7 +438,7 @@ def test_nothing_of_a_pass_stays_after_the_step(backward: bool) -> None:
             model(x)  # nobody calls backward through this one
         LOSS(model(x), targets()).backward()
         opt.step()
-        assert not [thing for thing in gc.get_objects() if issubclass(type(thing), BackwardEstimate)]
+        assert not [thing for thing in gc.get_objects() if issubclass(type(thing), KroneckerInBackward)]
         assert all(reference() is None for reference in kept)
     finally:
         gc.enable()
