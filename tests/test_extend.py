@@ -166,10 +166,10 @@ def test_its_inverses_determinant_and_averages_follow_from_functions_of_it() -> 
         close(inverse.solve(ω), ω / (d + λ))
     close(G.inverse(ng.Relative(0.5)).solve(ω), ω / (d + 0.5 * d.mean()))
     close(G.logdet(λ), (d + λ).log().sum())
-    close(G.lerp(G.mapped(torch.square), 0.25).dense(), (0.75 * d + 0.25 * d.square()).diag())
+    close(G.lerp(G.map(torch.square), 0.25).dense(), (0.75 * d + 0.25 * d.square()).diag())
     T = G.inverse(λ).root_times(torch.eye(len(d), dtype=d.dtype))
     close(T @ T.mT, (d + λ).reciprocal().diag())
-    dead = G.mapped(lambda w: torch.where(w == w.max(), 0.0, w))
+    dead = G.map(lambda w: torch.where(w == w.max(), 0.0, w))
     close(dead.pseudo_inverse(0.0, None, None).solve(dead.product(ω)), torch.where(dead.diagonal() > 0, ω, 0.0))
     with pytest.raises(ng.errors.SingularMetricError, match="the metric is singular at damping 0"):
         dead.inverse(0.0)

@@ -32,7 +32,7 @@ class ScalesOperator(Operator):
     def product(self, v: Tensor) -> Tensor:
         return self.diagonal() * v
 
-    def mapped(self, f: Callable[[Tensor], Tensor]) -> ScalesOperator:
+    def map(self, f: Callable[[Tensor], Tensor]) -> ScalesOperator:
         return ScalesOperator(self.layout, f(self.scales))
 
     def eigenvalues(self) -> Tensor:

@@ -101,8 +101,10 @@ class Factored(Solver):
 
 def _factored(G: Operator, damping: Damping, warm: Mapping[str, Tensor], into: Inverse | None = None) -> Inverse:
     check_damping(damping, G.layout.dtype)
-    if isinstance(G, (KroneckerOperator, IdentityOperator)):
-        return G.factored_inverse(damping, warm, into) if isinstance(G, KroneckerOperator) else G.inverse(damping)
+    if isinstance(G, KroneckerOperator):
+        return G.factored_inverse(damping, warm, into)
+    if isinstance(G, IdentityOperator):
+        return G.inverse(damping)
     if isinstance(G, EigenKroneckerOperator):
         G.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")
     reason = "it has no Kronecker factors to be damped one by one; use "

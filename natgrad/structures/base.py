@@ -4,7 +4,7 @@
     v = G.inverse(damping).solve(ω)       Inverse: factored once, applied to many covectors
 
 A new structure is one file with two classes, a ``Structure`` that estimates and an ``Operator`` that is closed under
-functions of itself (``mapped``), and one line in ``natgrad/structures/__init__.py``. What the optimizer asks of metrics
+functions of itself (``map``), and one line in ``natgrad/structures/__init__.py``. What the optimizer asks of metrics
 that have layers is in ``layered.py``.
 """
 
@@ -267,12 +267,12 @@ class Operator(ABC):
     """A metric on parameter space. ``product`` and the rest work on flattened [p], ``flat`` on vectors.
 
     A new operator is a dataclass whose fields are its tensors, with three methods: ``product``, ``eigenvalues``, and
-    ``mapped``, which is a function of it in the same structure. What follows from these (inverses, powers, log det,
+    ``map``, which is a function of it in the same structure. What follows from these (inverses, powers, log det,
     Gaussian samples) and from the fields (averages, checkpoints) has a default, which is overridden where there is a
     faster way. An operator refuses by name what it cannot do.
 
     With ``power`` p it is the metric G^p: products, diagonal, matrix, determinant and trace are those of G^p, and
-    ``inverse(λ)`` is (G + λ)^-p. Averages, checkpoints, ``eigenvalues`` and ``mapped`` are those of G. G⁰ is the
+    ``inverse(λ)`` is (G + λ)^-p. Averages, checkpoints, ``eigenvalues`` and ``map`` are those of G. G⁰ is the
     identity.
     """
 
@@ -298,9 +298,15 @@ class Operator(ABC):
     def product(self, v: Tensor) -> Tensor:
         """G v [p]."""
 
-    def mapped(self, f: Callable[[Tensor], Tensor]) -> Operator:
-        """f(G), with the eigenvectors of G and the eigenvalues f(w): the power 1 of another operator."""
-        self.refuse("a function of it", "only its products are known; solve with CG(), or use Dense or Kernel")
+    def map(self, f: Callable[[Tensor], Tensor]) -> Operator:
+        """f(G), with the eigenvectors of G and the eigenvalues f(w).
+
+        >>> from natgrad.operators import DiagonalOperator
+        >>> G = DiagonalOperator(Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 4.0]))
+        >>> G.map(torch.sqrt).values
+        tensor([1., 2.])
+        """
+        self.refuse("a function of it", "it is not kept by its eigenvalues; use Dense or Kronecker")
 
     def eigenvalues(self) -> Tensor | None:
         """All eigenvalues of G = RᵀR [p], not of its power, in any order and in double precision; rounding is zero.
@@ -336,7 +342,8 @@ class Operator(ABC):
     def output_gram(self, pullback: Pullback) -> Tensor:
         """R_n G R_nᵀ [n k l] of every example by itself, for the rows R_n [k p] of a pullback."""
         rows = rows_of(pullback).transpose(0, 1)
-        return torch.func.vmap(torch.func.vmap(self.product))(rows) @ rows.mT
+        pushed = [self.product(row) for row in rows.flatten(0, 1)]
+        return torch.stack(pushed).view_as(rows) @ rows.mT
 
     def with_power(self, power: float) -> Self:
         """The metric at another point of the geodesic: G^power of the same G, whatever the power of this one.
@@ -367,7 +374,7 @@ class Operator(ABC):
         λ = self.absolute(damping)
         if λ > 0 or not isinstance(damping, Relative):
             self._damped_eigenvalues(damping)
-        return DualMetric(self.layout, self.mapped(lambda w: inverse_powered(w.clamp(min=0) + λ, self.power)))
+        return DualMetric(self.layout, self.map(lambda w: inverse_powered(w.clamp(min=0) + λ, self.power)))
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         """((G + λ)⁺)^p, or for p = 1 the solution of least weighted norm; weight is [p] or [p q]."""
@@ -379,9 +386,7 @@ class Operator(ABC):
         damped, rtol = values + λ, len(values) * torch.finfo(self.layout.dtype).eps if rtol is None else rtol
         refuse_indefinite(damped, rtol, damping, "the metric")
         cut = (rtol * damped.max()).to(self.layout.dtype)
-        return DualMetric(
-            self.layout, self.mapped(lambda w: torch.where(w + λ > cut, w + λ, torch.inf).pow(-self.power))
-        )
+        return DualMetric(self.layout, self.map(lambda w: torch.where(w + λ > cut, w + λ, torch.inf).pow(-self.power)))
 
     def _spectrum(self) -> Tensor:
         values = self.eigenvalues()
@@ -467,7 +472,7 @@ class Operator(ABC):
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         """The inverse with these ``tensors()``, of this metric or an earlier one; None if it must be computed again."""
-        if type(self).mapped is Operator.mapped or tensors.keys() != tensor_fields(self).keys():
+        if type(self).map is Operator.map or tensors.keys() != tensor_fields(self).keys():
             return None
         whole = self.with_power(1.0)
         return DualMetric(self.layout, replace(whole, **tensors))  # type: ignore[type-var]  # a dataclass
@@ -583,7 +588,7 @@ class Inverse(ABC):
 @final
 @dataclass(frozen=True)
 class DualMetric(Inverse):
-    """An inverse that is an operator of the same structure as the metric, f(G): what ``Operator.mapped`` returns."""
+    """An inverse that is an operator of the same structure as the metric, f(G): what ``Operator.map`` returns."""
 
     layout: Layout
     operator: Operator
@@ -594,7 +599,7 @@ class DualMetric(Inverse):
 
     @cached_property
     def _root(self) -> Operator:
-        return self.operator.mapped(torch.sqrt)
+        return self.operator.map(torch.sqrt)
 
     def root_times(self, ξ: Tensor) -> Tensor:
         return torch.func.vmap(self._root.product)(ξ)

@@ -69,7 +69,7 @@ class MatrixOperator(Operator):
             out[index] = matrix @ v[index]
         return out
 
-    def mapped(self, f: Callable[[Tensor], Tensor]) -> Self:
+    def map(self, f: Callable[[Tensor], Tensor]) -> Self:
         pairs = (spectrum(matrix) for matrix in self.matrices)
         return self.with_matrices([(vectors * f(values)) @ vectors.T for values, vectors in pairs])
 
@@ -230,9 +230,7 @@ class MatrixStructure(Structure):
         """The layers that have a matrix together."""
 
     @abstractmethod
-    def assembled(
-        self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]
-    ) -> MatrixOperator:
+    def assemble(self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]) -> MatrixOperator:
         """The operator with these matrices of the groups, in flattening order."""
 
     def elements(self, pullback: Pullback) -> int:
@@ -241,7 +239,7 @@ class MatrixStructure(Structure):
     def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> MatrixOperator:
         groups, device = self.groups(blocks), model.example.device
         eyes = [torch.eye(_size(group), dtype=dtype, device=device) for group in groups]
-        return self.assembled(Layout.of(model.params, dtype), groups, eyes)
+        return self.assemble(Layout.of(model.params, dtype), groups, eyes)
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
@@ -253,7 +251,7 @@ class MatrixStructure(Structure):
         layout, groups = Layout.of(sample.ω), self.groups(sample.blocks)
         self.admit_numbers(sum(_size(group) ** 2 for group in groups), layout, sample.memory)
         indices = [index_of(group).sort().values for group in groups]
-        return self.assembled(layout, groups, _outer_products(sample, layout, indices, None))
+        return self.assemble(layout, groups, _outer_products(sample, layout, indices, None))
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         return Cost.total([_cost(_size(group), self.power, iterative) for group in self.groups(blocks)])
@@ -263,7 +261,7 @@ class MatrixStructure(Structure):
         self.admit(pullback)
         groups, at = self.groups(pullback.blocks), {block.names[0]: b for b, block in enumerate(pullback.blocks)}
         matrices = _matrices(pullback, [[at[block.names[0]] for block in group] for group in groups])
-        return self.assembled(Layout(pullback.model.like, pullback.y.dtype), groups, matrices)
+        return self.assemble(Layout(pullback.model.like, pullback.y.dtype), groups, matrices)
 
 
 @final
@@ -290,7 +288,7 @@ class Dense(MatrixStructure):
     def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
         return [list(blocks)]
 
-    def assembled(self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]) -> DenseOperator:
+    def assemble(self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]) -> DenseOperator:
         return DenseOperator(layout, *matrices, power=self.power)
 
     @without_autocast
@@ -319,7 +317,7 @@ class BlockDense(MatrixStructure):
     def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
         return list(layers_in(blocks).values())
 
-    def assembled(
+    def assemble(
         self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]
     ) -> BlockDenseOperator:
         indices = tuple(index_of(group).sort().values for group in groups)
@@ -334,7 +332,7 @@ class BlockDense(MatrixStructure):
         if len(tensors) != len(groups):
             raise StateError(f"the metric in the state has {len(tensors)} blocks, here it has {len(groups)}")
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
-        return replace(self.assembled(layout, groups, list(tensors.values())), names=tuple(tensors))
+        return replace(self.assemble(layout, groups, list(tensors.values())), names=tuple(tensors))
 
 
 def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[Tensor]:

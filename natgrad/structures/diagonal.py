@@ -44,7 +44,7 @@ class DiagonalOperator(Operator):
     def product(self, v: Tensor) -> Tensor:
         return self.diagonal() * v
 
-    def mapped(self, f: Callable[[Tensor], Tensor]) -> DiagonalOperator:
+    def map(self, f: Callable[[Tensor], Tensor]) -> DiagonalOperator:
         return DiagonalOperator(self.layout, f(self.values))
 
     def eigenvalues(self) -> Tensor:

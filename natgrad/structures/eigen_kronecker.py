@@ -6,7 +6,7 @@ G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeAlias, cast, final
 
@@ -137,9 +137,9 @@ class EigenKronecker(Layered):
             scales = squares.totals()
         fallback = self.fallback_estimate(split, like.fallback if isinstance(like, EigenKroneckerOperator) else None)
         counts = tuple(split.of_all(positions, lambda block: 0))
-        return replace(self.assembled(split, layout, estimates, fallback, basis, scales), positions=counts)
+        return replace(self.assemble(split, layout, estimates, fallback, basis, scales), positions=counts)
 
-    def assembled(
+    def assemble(
         self,
         split: LayerSplit,
         layout: Layout,
@@ -166,7 +166,7 @@ class EigenKronecker(Layered):
         pairs = gradient_factors(sample, split.used, self.shapes)
         pairs = [(s.to(layout.dtype), a.to(layout.dtype)) for s, a in pairs]
         zeros = [_zeros(block, layout.dtype) for block in split.used]
-        out = self.assembled(split, layout, pairs, fallback, None if like is None else like.basis, zeros)
+        out = self.assemble(split, layout, pairs, fallback, None if like is None else like.basis, zeros)
         scales = squared_gradients(sample, split.blocks, out.basis.sides)
         return replace(out, scales=tuple(d.to(layout.dtype) for d in scales))
 
@@ -200,7 +200,7 @@ class EigenKronecker(Layered):
         sides = split.of_all([(tensors.get(f"{name}/Q"), tensors.get(f"{name}/P")) for name in names], of_zeros)
         basis = Basis.of_sides(sides) if any(key.rpartition("/")[2] in ("Q", "P") for key in tensors) else None
         saved = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
-        return self.assembled(split, layout, saved, fallback, basis, [tensors[f"{name}/D"] for name in names])
+        return self.assemble(split, layout, saved, fallback, basis, [tensors[f"{name}/D"] for name in names])
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""
@@ -251,6 +251,10 @@ class EigenKroneckerOperator(LayerOperator):
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
         return rotated_back(q, self.scales[b].pow(self.power) * rotated(q, w, p), p)
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> EigenKroneckerOperator:
+        fallback = None if self.fallback is None else self.fallback.map(f)
+        return replace(self, scales=tuple(map(f, self.scales)), fallback=fallback, power=1.0)
 
     def layer_diagonal(self, b: int) -> Tensor:
         return spread(self.basis.left[b], self.scales[b].pow(self.power), self.basis.right[b])

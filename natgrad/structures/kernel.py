@@ -33,7 +33,7 @@ from natgrad.pullbacks.factors import Factors
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, RootedOperator, Structure
-from natgrad.structures.woodbury import RangeInverse, WoodburyInverse, refined
+from natgrad.structures.woodbury import RangeInverse, WoodburyInverse, refine
 
 _REFINED = 2  # steps of iterative refinement
 
@@ -138,7 +138,7 @@ class KernelOperator(RootedOperator):
         k, n = self.factors[0].g.shape[:2]
         l, m = other.factors[0].g.shape[:2]
         total = self.factors[0].g.new_zeros(k * n, l * m)
-        pairs, left, right = _matched(self, other)
+        pairs, left, right = _match(self, other)
         for a, b in pairs:
             total += self.factors[a].gram(other.factors[b])
         if left:
@@ -260,7 +260,7 @@ class KernelOperator(RootedOperator):
         """Both sets of rows, weighted: exact, and as large as the two together."""
         self.same_kind(other)
         new = cast(KernelOperator, other)
-        alike, ours, theirs = _matched(self, new)
+        alike, ours, theirs = _match(self, new)
         here = self._in_blocks([at for at, _ in alike], ours)
         there = new._in_blocks([at for _, at in alike], theirs)
         pairs = list(zip(here.factors, there.factors, strict=True))
@@ -387,7 +387,7 @@ class KernelPseudoInverse(Inverse):
 
     def solve(self, ω: Tensor) -> Tensor:
         # Rounding is multiplied by the condition number to the power 3/2, and not to 1: refine.
-        return refined(self._apply, self.kernel.product, ω)
+        return refine(self._apply, self.kernel.product, ω)
 
     def _apply(self, ω: Tensor) -> Tensor:
         t = self.kernel.push(self._unweighted(ω))
@@ -491,7 +491,7 @@ def _alike(block: Block, f: Factors, other: Block, g: Factors) -> bool:
     )
 
 
-def _matched(left: KernelOperator, right: KernelOperator) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+def _match(left: KernelOperator, right: KernelOperator) -> tuple[list[tuple[int, int]], list[int], list[int]]:
     """The numbers of the blocks that both have packed alike, in pairs, and of the others of each.
 
     A layer may have its rule in one pass and not in another, where the model uses it in another way.

@@ -201,9 +201,9 @@ class Kronecker(Layered):
         split, layout = self.split(pullback, like), Layout(pullback.model.like, pullback.y.dtype)
         estimates, positions = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
         counts = tuple(split.of_all(positions, lambda block: 0))
-        return replace(self.assembled(split, layout, estimates, self.fallback_estimate(split)), positions=counts)
+        return replace(self.assemble(split, layout, estimates, self.fallback_estimate(split)), positions=counts)
 
-    def assembled(
+    def assemble(
         self,
         split: LayerSplit,
         layout: Layout,
@@ -249,7 +249,7 @@ class Kronecker(Layered):
         split, layout, fallback = self.split_gradient(sample, like)
         nearest, inputs_only = self.nearest(like), self._inputs_only
         pairs = gradient_factors(sample, split.used, self.shapes, nearest, inputs_only=inputs_only)
-        return self.assembled(split, layout, pairs, fallback, () if like is None else like.halves)
+        return self.assemble(split, layout, pairs, fallback, () if like is None else like.halves)
 
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> KroneckerOperator:
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
@@ -282,7 +282,7 @@ class Kronecker(Layered):
         saved = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in split.used]
         roots = [[tensors.get(f"{block.names[0]}/{letter}") for letter in HALVES] for block in split.blocks]
         halves = tuple(None if s is None or a is None else (s, a) for s, a in roots) if self.fit == "kl" else ()
-        return self.assembled(split, layout, saved, fallback, halves)
+        return self.assemble(split, layout, saved, fallback, halves)
 
 
 def check_source(structure: Structure, source: str) -> None:
@@ -402,7 +402,7 @@ class KroneckerInBackward:
             (factors[b, "S"], factors[b, "A"]) if (b, "S") in factors else self._structure.zeros(block, dtype)
             for b, block in enumerate(used)
         ]
-        out = self._structure.assembled(split, self._layout, pairs, fallback)
+        out = self._structure.assemble(split, self._layout, pairs, fallback)
         return replace(out, unseen=unseen)
 
     def _split_like(self, like: Operator | None) -> LayerSplit:
@@ -468,6 +468,9 @@ class KroneckerOperator(LayerOperator):
     def applied(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
         return two_sided(factor_power(self.left[b], self.power), w, factor_power(self.right[b], self.power))
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> EigenKroneckerOperator:
+        return self.diagonalised().map(f)
 
     def layer_diagonal(self, b: int) -> Tensor:
         s, a = factor_power(self.left[b], self.power), factor_power(self.right[b], self.power)

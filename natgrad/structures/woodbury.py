@@ -51,7 +51,7 @@ class WoodburyInverse(Inverse):
         def product(v: Tensor) -> Tensor:
             return v / self.scale + self.rows.pull_root(self.rows.push_root(v))
 
-        return refined(self._apply, product, ω)
+        return refine(self._apply, product, ω)
 
     def _apply(self, ω: Tensor) -> Tensor:
         scaled = self.scale * ω
@@ -121,7 +121,7 @@ class RangeInverse(Inverse):
         return {"vectors": self.rows.matrix, "inside": self.inside, "outside": self.outside}
 
 
-def refined(apply: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], ω: Tensor) -> Tensor:
+def refine(apply: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], ω: Tensor) -> Tensor:
     """v = Aω and then A of what is left, v + A(ω − Gv): one step of iterative refinement."""
     v = apply(ω)
     return v + apply(ω - product(v))
