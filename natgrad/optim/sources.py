@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,8 @@ from natgrad.pullbacks.chunks import check_inputs
 from natgrad.pullbacks.pullback import Batch, NoRuleError, Observer, OperationsNeededError, Pullback
 from natgrad.pullbacks.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
-from natgrad.structures.base import BackwardEstimate, Operator
+from natgrad.structures.base import Operator
+from natgrad.structures.kronecker import Kronecker, KroneckerInBackward
 from natgrad.watch.base import Watcher
 from natgrad.watch.hooks import LossHook, ModuleHook, attach_hook, in_training, loss_in, on_cotangent
 from natgrad.watch.loss import differ
@@ -594,7 +595,7 @@ class BackwardSource(PassSource):
     Hooks count what they get; ``collect`` makes the estimates of it.
     """
 
-    _estimates: Sequence[tuple[int, BackwardEstimate]] = ()  # of this step, with their numbers of examples
+    _estimates: Sequence[tuple[int, KroneckerInBackward]] = ()  # of this step, with their numbers of examples
 
     def take(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> None:
         self.show(raw, of_user)
@@ -625,7 +626,8 @@ class BackwardSource(PassSource):
             assert tracker is not None
             return tracker.count(n)
 
-        estimate = tracker.structure.in_backward(pb, tracker.average, in_place=tracker.in_place, weigh=weigh)
+        kronecker = cast(Kronecker, tracker.structure)  # as ``check_source`` has seen
+        estimate = kronecker.in_backward(pb, tracker.average, in_place=tracker.in_place, weigh=weigh)
         self._estimates = (*self._estimates, (n, estimate))
 
     @property
