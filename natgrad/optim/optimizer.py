@@ -28,7 +28,6 @@ from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.sources import (
     BackwardSource,
-    Captured,
     GradientSource,
     OutputSource,
     PassSource,
@@ -384,9 +383,7 @@ class NaturalGradient(torch.optim.Optimizer):
             self._mark()
         ω, without_grad = self._differential(grads)
         damping = like(self.preconditioner.damping, common_damping(self.param_groups))
-        captured = self.source.collect(
-            ω, without_grad, grads, lambda: not without_grad and self._captures_metric(damping)
-        )
+        self.source.collect(ω, without_grad, grads)
         G, estimated = self.source.operator()
         idle = without_grad
         if blind := (self.tracker.unseen(G) if estimated else self.parameters.unseen) - without_grad:
@@ -395,7 +392,7 @@ class NaturalGradient(torch.optim.Optimizer):
             ω = self._metered(ω, blind)
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
-                self._last = self._plain_step(self.rule, ω, grads, idle, damping, captured)
+                self._last = self._plain_step(self.rule, ω, grads, idle, damping)
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
@@ -411,13 +408,6 @@ class NaturalGradient(torch.optim.Optimizer):
         for watcher in self.watchers:
             watcher.step_ended()
 
-    def _captures_metric(self, damping: Damping) -> bool:
-        """Whether the moving average and its inverse are computed in the captured step: one graph in place of three."""
-        G = self.tracker.average
-        if G is None or not isinstance(self.rule, PlainRule):
-            return False
-        return is_asynchronous(self.tracker.device) and self.preconditioner.capturable(G, damping)
-
     def _plain_step(
         self,
         rule: PlainRule,
@@ -425,16 +415,13 @@ class NaturalGradient(torch.optim.Optimizer):
         grads: Mapping[str, Tensor],
         idle: frozenset[str],
         damping: Damping,
-        average: Captured | None,
     ) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
 
         ``grads``: also of the parameters that AdamW steps. ``idle``: parameters that the metric does not move in this
-        step. ``average``: what adds the gradient to the moving average of the metric, with its weight, if that is a
-        part of the step.
+        step.
         """
         flag, adamw = self.flag, self._adamw() if self.parameters.adamw else None
-        invert = self.preconditioner.prepare_in_step(damping) if average is not None else None
         inverse = self.preconditioner.prepare(damping)
         of_adamw, complete = ({}, True) if adamw is None else adamw.gradients(grads)
         of_metric = dict(ω.items())
@@ -445,25 +432,18 @@ class NaturalGradient(torch.optim.Optimizer):
             update = self._update(idle, rates, weights)
             named = list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
-            if average is not None:
-                average[0](of_step, numbers[-1])
-            if invert is not None:
-                invert()
             velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag, beside=others)
             if adamw is not None:
                 adamw.step(others, rates, flag.value)
             return velocity, flag.value
 
         gradients, rates = [*of_metric.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
-        of_momenta, of_average = self._momentum_weights(), [] if average is None else [average[1]]
+        of_momenta = self._momentum_weights()
         changing = bool(idle - self.parameters.outside) or not complete or isinstance(inverse, CGInverse)
         if changing or not is_asynchronous(self.tracker.device):
-            velocity, _ = run(gradients, [*rates, *of_momenta, *of_average])
+            velocity, _ = run(gradients, [*rates, *of_momenta])
         else:
-            numbers, key = [*(float(rate) for rate in rates), *of_momenta, *of_average], self._graph_key()
-            if average is not None:
-                assert self.tracker.average is not None
-                key = key, self.tracker.average.addresses, invert is not None and damping  # λ is a number in the graph
+            numbers, key = [*(float(rate) for rate in rates), *of_momenta], self._graph_key()
             velocity, flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         return _Plain(rates, idle, velocity, number_of(damping))

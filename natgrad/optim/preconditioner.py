@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -63,7 +63,6 @@ class Preconditioner:
         self._step, self._overwritten, self._grown = 0, False, False
         self._operator: Operator | None = None
         self._settled: Damping | None = None  # the damping for which the inverse is that of this step
-        self._capturable: tuple[Operator, Inverse] | None = None  # the last metric and inverse that were so
 
     @contextmanager
     def attempt(self, G: Operator, damping: Damping, step: int, *, changed: bool) -> Iterator[Operator]:
@@ -160,38 +159,6 @@ class Preconditioner:
         self.unseen, self._grown = G.unseen, False
         assert self.inverse is not None
         return self.inverse
-
-    def capturable(self, G: Operator, damping: Damping) -> bool:
-        """Whether the inverse of G can be computed inside a captured step, by ``prepare_in_step``."""
-        if not isinstance(self.inverse, LayerInverse) or not self.solver.works_in_place or self.unseen:
-            return False
-        if damping != self.damping or damping == 0:  # a number in the graph, where a schedule would need many graphs
-            return False
-        if self._capturable is not None and self._capturable[0] is G and self._capturable[1] is self.inverse:
-            return True  # as in the last step
-        capturable = self.inverse.capturable(self.inverted_metric(G))
-        self._capturable = (G, self.inverse) if capturable else None
-        return capturable
-
-    def prepare_in_step(self, damping: Damping) -> Callable[[], None] | None:
-        """``prepare``, where ``capturable`` allows it: a function that the caller calls in the captured step, or None.
-
-        It computes the inverse in the memory of the last one.
-        """
-        last, G = self.inverse, self._operator
-        if not self.due(damping):
-            return None
-        assert last is not None
-        assert G is not None
-        self._overwritten = True
-        self._count_inverse(last)
-        self.damping, self.outdated = damping, False
-
-        def compute() -> None:
-            with full_precision(self._device):
-                self._inverse(G, damping, last)
-
-        return compute
 
     def _count_inverse(self, last: Inverse | None) -> None:
         """A new inverse is made in this step."""

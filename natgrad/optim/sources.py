@@ -37,7 +37,6 @@ from natgrad.accelerate.devices import (
 )
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.modules import compiling, uncompiled, without_saved_tensor_hooks
-from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
@@ -193,11 +192,8 @@ class Source(ABC):
         return False
 
     @abstractmethod
-    def collect(self, ω: Covector, without: Names, grads: Tensors, captures: Captures) -> Captured | None:
-        """The gradients of the step are there: ω, zero for the parameters ``without`` one, and ``grads`` of all others.
-
-        Returns what adds to the average in a captured step, if this step ``captures`` it.
-        """
+    def collect(self, ω: Covector, without: Names, grads: Tensors) -> None:
+        """The gradients of the step: ω, zero for the parameters ``without`` one, and ``grads`` of all others."""
 
     @abstractmethod
     def operator(self) -> tuple[Operator, bool]:
@@ -218,8 +214,6 @@ class Source(ABC):
 
 Names: TypeAlias = frozenset[str]
 Tensors: TypeAlias = Mapping[str, Tensor]
-Captures: TypeAlias = Callable[[], bool]
-Captured: TypeAlias = tuple[Callable[[Covector, Scalar], None], float]  # adds a gradient with a weight; the weight
 
 
 @final
@@ -229,15 +223,13 @@ class GradientSource(Source):
     No pass is looked at. Every step counts once.
     """
 
-    def collect(self, ω: Covector, without: Names, grads: Tensors, captures: Captures) -> Captured | None:
+    def collect(self, ω: Covector, without: Names, grads: Tensors) -> None:
         tracker = self.tracker
         if not tracker.due:
-            return None
+            return
         if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
             Flag().check(grads, "the gradient")  # of AdamW's parameters, too: a step is refused as a whole
         tracker.sees_all()
-        if captures():
-            return self._captured()
         structure, sample = tracker.structure, tracker.gradient_sample(ω, without)
         with full_precision(tracker.device):
             if tracker.average is not None and structure.gradient_in_place:
@@ -247,26 +239,6 @@ class GradientSource(Source):
             else:
                 tracker.hold(structure.of_gradient(sample, tracker.average), 1)
                 tracker.joined = True  # it is that of all processes
-        return None
-
-    def _captured(self) -> Captured:
-        """A function that adds g gᵀ of a gradient to the moving average, in place, and the weight of this step.
-
-        The caller calls it in the captured step with the gradient and the weight. Every parameter has a gradient.
-        """
-        tracker = self.tracker
-        average, structure = tracker.average, tracker.structure
-        assert average is not None
-        next_weight = replace(tracker.weight)
-        number = next_weight.next(1)
-        tracker.next_weight, tracker.absorbed = next_weight, True
-
-        def add(ω: Covector, weight: Scalar) -> None:
-            with full_precision(tracker.device):
-                structure.absorb_gradient(tracker.gradient_sample(ω, frozenset()), average, weight)
-            tracker.weight = next_weight  # not before: a step that fails has added nothing
-
-        return add, number
 
     def operator(self) -> tuple[Operator, bool]:
         return self.tracker.merged()
@@ -634,7 +606,7 @@ class BackwardSource(PassSource):
     def awaits_backward(self) -> bool:
         return bool(self._estimates)
 
-    def collect(self, ω: Covector, without: Names, grads: Tensors, captures: Captures) -> None:
+    def collect(self, ω: Covector, without: Names, grads: Tensors) -> None:
         """The estimates of the passes of this step that the user's backward pass came through."""
         if not self._estimates:
             return
@@ -788,7 +760,7 @@ class OutputSource(PassSource):
     def add(self, pb: Pullback) -> None:
         self.tracker.add(pb)
 
-    def collect(self, ω: Covector, without: Names, grads: Tensors, captures: Captures) -> None:
+    def collect(self, ω: Covector, without: Names, grads: Tensors) -> None:
         """The estimates are there since the passes, or the backward passes, of this step."""
 
     def missing(self) -> str:

@@ -110,7 +110,6 @@ class MetricTracker:
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
         self.weight = EmaWeight(schedule.decay)
-        self.next_weight: EmaWeight | None = None  # after the gradient of this step, if a captured step adds it
         self.step = 0
         self.estimated = 0  # the step in which the metric was last estimated
         self.joined = False  # whether ``fresh`` is that of all processes
@@ -213,7 +212,6 @@ class MetricTracker:
         if estimated:
             self.parameters.see(self.unseen(operator))
         self.average = operator
-        self.weight = self.next_weight or self.weight  # a graph that is replayed does not run what adds
         if self.absorbed:
             self.weight.end_step()
         elif estimated:
@@ -224,7 +222,7 @@ class MetricTracker:
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
         self.fresh, self.absorbed, self.joined = None, False, False
-        self._examples, self.weight.examples, self.next_weight = 0, 0, None
+        self._examples, self.weight.examples = 0, 0
         self._unreached, self._problem, self.together, self._counted = None, None, False, None
 
     def skip_counted(self) -> None:

@@ -685,12 +685,6 @@ class ProductInverse(LayerInverse):
         memory = [stack.memory for pair in self.stacks for stack in pair]
         return all(t.dtype == like.dtype and t.device == like.device for t in memory)
 
-    def capturable(self, G: Operator) -> bool:
-        """Powers of diagonals are a dozen kernels, whatever the depth of the network."""
-        if not isinstance(G, KroneckerOperator) or not G.inverts_at_once or G.fit == "kl" or G.unseen:
-            return False
-        return self.fallback is None and G.fallback is None and self.fits(G)
-
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S^-p and A^-p of every layer."""
         for key, t in self._all().items():

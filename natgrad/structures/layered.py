@@ -987,13 +987,6 @@ class LayerInverse(Inverse):
     def clear_failures(self) -> None:
         """Forget failures that have been handled."""
 
-    def capturable(self, G: Operator) -> bool:
-        """Whether the inverse of G can be computed in this memory inside a captured step.
-
-        Then it cannot fail, and nobody looks at a value of G or of the inverse.
-        """
-        return False
-
     def sides(self) -> Mapping[str, Sides] | None:
         """l [o] and r [i] of every parameter, a matrix W [o i], where ω♯ = l ω r; None of any other inverse."""
         return None

@@ -367,25 +367,6 @@ def test_a_solver_that_makes_new_inverses_takes_the_steps_of_one_that_overwrites
     assert_equal_runs(runs, rtol=1e-4)
 
 
-@pytest.mark.parametrize("captures", [False, True])
-def test_a_step_that_raises_leaves_the_weights_of_the_moving_average_as_they_were(
-    captures: bool, gpu: Callable[[], Gpu]
-) -> None:
-    it, runs = gpu(), []
-    it.captures = captures
-    for failures in (0, 5):
-        model = net([6, 4, 4, 3])
-        opt = natural(model, ng.Factored())
-        trained(model, opt, range(6))
-        for _ in range(failures):
-            opt.param_groups[0]["lr"] = "much"
-            with pytest.raises((TypeError, ValueError)):
-                opt.step()
-        opt.param_groups[0]["lr"] = 0.01
-        runs.append(trained(model, opt, range(6, 12)))
-    assert_equal_runs(runs, rtol=1e-4)
-
-
 def test_a_plain_step_of_ekfac_is_one_graph_in_few_products(gpu: Callable[[], Gpu]) -> None:
     it = gpu()
     model = net([16] * 9)
