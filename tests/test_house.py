@@ -85,7 +85,6 @@ def test_only_accelerate_looks_at_a_device_or_at_private_torch() -> None:
 
 
 BOUNDS = {
-    "MEMORY": "what a structure may occupy: an argument of the user",
     "_MEMORY": "above it an error is raised",
     "_NODES": "likewise",
     "_NEAR, _FAR": "units in the last place",
