@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
@@ -13,7 +12,7 @@ from natgrad.errors import MemoryBoundError, NatgradError
 from natgrad.geometry import Covector, Vector, check_kind
 from natgrad.lanczos import SpectralDensity, residual, spectral_density
 from natgrad.linalg import eigh, range_rounding
-from natgrad.model import Model, check_slots, map_tensors
+from natgrad.model import check_slots, map_tensors
 from natgrad.pullbacks.pullback import Observer, Pullback, at, layers_of
 from natgrad.structures.base import Layout
 from natgrad.structures.dense import Dense
@@ -226,14 +225,12 @@ def _in_double(pb: Pullback) -> Pullback:
     def double(t: Tensor) -> Tensor:
         return t.double() if t.is_floating_point() else t
 
-    model = pb.model
     try:
-        if model.module is None:
-            params = {name: p.detach().double() for name, p in model.params.items()}
-            moved = replace(model, params=params)
+        moved = pb.model.copied()
+        if moved.module is None:
+            moved = moved.at({name: p.detach().double() for name, p in moved.params.items()})
         else:
-            doubled = Model.of(copy.deepcopy(model.module).double())
-            moved = replace(model, function=doubled.function, params=doubled.params)
+            moved.module.double()
         x, target = map_tensors(pb.batch.x, double), map_tensors(pb.batch.target, double)
         new = Observer(moved, pb.metric, layers_of(moved), None, pb.memory).checked(x, target)
     except (RuntimeError, TypeError, ValueError, NatgradError):  # single precision is written into it somewhere

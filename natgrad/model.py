@@ -183,7 +183,8 @@ class Model:
         """The same model with a module of its own, which ``at`` may move; a function needs none."""
         if self.module is None:
             return self
-        return Model.of(copy.deepcopy(self.module), None, self.output, self.examples, self.heads)
+        other = Model.of(copy.deepcopy(self.module))
+        return replace(self, function=other.function, params=other.params)
 
     def at(self, params: Mapping[str, Tensor]) -> Model:
         """The model at other parameters. A module is moved itself, since layer rules read its parameters.
