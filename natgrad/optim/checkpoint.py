@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from functools import cache
 from numbers import Real
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, final, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -30,64 +32,139 @@ from natgrad.structures.identity import constant
 from natgrad.structures.kronecker import with_roots_of
 
 T = TypeVar("T")
-Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
+Entry: TypeAlias = dict[str, Any]
+Kinds: TypeAlias = Mapping[str, Any]  # types, also of containers
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # those of 0.1.0; newer ones ("operations", "examples", "counted", …) may be absent
-    "metric": str,
-    "structure": str,
-    "solver": str,
-    "parameters": dict,
-    "layers": dict,
-    "dtype": str,
-    "step": int,
-    "mass": (list, tuple),
-    "estimated": int,
-    "inverted": int,
-    "wanted": (list, tuple),
-    "operator": dict,
-    "inverse": dict,
-    "inverse_damping": (int, float),
-    "outdated": bool,
-    "generator": Tensor,
-    "rank": int,
-}
+KEY = "natgrad"
+_HALF = f"it is incomplete. {_NOTHING}"
+IN_PLACE = (
+    "torch.distributed.checkpoint loads what the optimizer has a place for, and here it has one after its first step "
+    f"only: make one step, on any batch, and then load. {_NOTHING}"
+)
 
 
-def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
-    """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
-    weight = replace(tracker.weight)
-    if tracker.absorbed:  # passes of a step that is to be made, as after it
-        weight.end_step()
-    # One of several processes has seen a part of the examples: it says nothing of how many there were.
-    step_size = weight.step_size if tracker.world.size == 1 else 0
-    inverse = preconditioner.inverse
-    return {
-        **_signature(tracker, preconditioner),
-        "solver": _solver(preconditioner, tracker.structure.power),
-        "dtype": str(tracker.model.example.dtype),
-        "step": tracker.step,
-        "mass": (weight.total, step_size),
-        "counted": tracker.absorbed,
-        "estimated": tracker.estimated,
-        "inverted": preconditioner.inverted,
-        "wanted": sorted(tracker.parameters.pending),
-        "outside": sorted(tracker.parameters.outside),
-        "unreached": sorted(tracker.parameters.unseen),
-        "operations": tracker.observer.cache.operations.state(),
-        "examples": tracker.model.examples,
-        "left": sorted(tracker.parameters.ruleless),
-        "operator": {} if tracker.average is None else tracker.average.tensors(),
-        "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
-        "inverse_damping": number_of(preconditioner.damping),
-        "outdated": preconditioner.outdated,
-        "generator": tracker.generator.get_state(),
-        "rank": tracker.world.rank,
-    }
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What a run needs to go on bit for bit, beside the state of torch.optim; the layout of a checkpoint.
 
+    A checkpoint of torch (``torch.distributed.checkpoint``, ``get_state_dict``) knows the state of a parameter, in
+    ``state_dict()["state"]``, and nothing beside it. There every parameter has a dictionary "natgrad" of tensors, and
+    the place of a field says what becomes of it:
 
-WORDS = ("metric", "structure", "solver", "damping", "parameters", "layers", "dtype", "momentum_on")
+        tensors    operator/S, inverse/A, … at the first parameter of their layer
+        names      a bit in the ``flags`` of every parameter
+        number     a tensor [] at the first parameter
+        words      bytes at the first parameter: what is the same in every state of such an optimizer
+        found      bytes there, too, if there is something
+
+    A name has no dot in it, since torch joins names by dots. Version 0.1.0 had all fields in one dictionary, beside
+    the state of torch.optim: ``joined`` makes it from either.
+    """
+
+    metric: Annotated[str, "words"]
+    structure: Annotated[str, "words"]
+    solver: Annotated[str, "words"]
+    damping: Annotated[str | None, "words"] = None
+    parameters: Annotated[dict[str, list[int]], "words"]
+    layers: Annotated[dict[str, str], "words"]
+    dtype: Annotated[str, "words"]
+    momentum_on: Annotated[str | None, "words"] = None
+    wanted: Annotated[Sequence[str], "names"]
+    outside: Annotated[Sequence[str], "names"] = ()
+    unreached: Annotated[Sequence[str], "names"] = ()
+    step: Annotated[int, "number"]
+    estimated: Annotated[int, "number"]
+    inverted: Annotated[int, "number"]
+    inverse_damping: Annotated[float, "number"]
+    outdated: Annotated[bool, "number"]
+    rank: Annotated[int, "number"]
+    mass: Annotated[Sequence[float], "mass"]  # two numbers: the weight of the average, and the examples of a step
+    counted: Annotated[bool, "flag"] = False  # a bit of all: other numbers have no place in older states
+    operator: Annotated[dict[str, Tensor], "tensors"]
+    inverse: Annotated[dict[str, Tensor], "tensors"]
+    generator: Annotated[Tensor, "generator"]
+    operations: Annotated[Any, "found"] = ()
+    examples: Annotated[str | None, "found"] = None
+    left: Annotated[Sequence[str], "found"] = ()
+
+    @staticmethod
+    def at(place: str) -> list[str]:
+        """The fields that have this place."""
+        return [name for name, hint in _hints().items() if place in hint.__metadata__]
+
+    @staticmethod
+    def of(tracker: MetricTracker, preconditioner: Preconditioner, momentum_on: str) -> RunState:
+        """As it is now: tensors, numbers and words, so that ``torch.load(weights_only=True)`` reads them."""
+        weight, table, inverse = replace(tracker.weight), tracker.parameters, preconditioner.inverse
+        if tracker.absorbed:  # passes of a step that is to be made, as after it
+            weight.end_step()
+        return RunState(
+            **_signature(tracker, preconditioner),
+            solver=_solver(preconditioner, tracker.structure.power),
+            dtype=str(tracker.model.example.dtype),
+            momentum_on=momentum_on,
+            step=tracker.step,
+            # One of several processes has seen a part of the examples: it says nothing of how many there were.
+            mass=(weight.total, weight.step_size if tracker.world.size == 1 else 0),
+            counted=tracker.absorbed,
+            estimated=tracker.estimated,
+            inverted=preconditioner.inverted,
+            wanted=sorted(table.pending),
+            outside=sorted(table.outside),
+            unreached=sorted(table.unseen),
+            operations=tracker.observer.cache.operations.state(),
+            examples=tracker.model.examples,
+            left=sorted(table.ruleless),
+            operator={} if tracker.average is None else tracker.average.tensors(),
+            inverse=(preconditioner.warm or {}) if inverse is None else inverse.tensors(),
+            inverse_damping=number_of(preconditioner.damping),
+            outdated=preconditioner.outdated,
+            generator=tracker.generator.get_state(),
+            rank=tracker.world.rank,
+        )
+
+    @staticmethod
+    def read(entry: Mapping[str, Any]) -> RunState:
+        """From the dictionary of 0.1.0; an error says what is missing or damaged."""
+        hints = _hints()
+        kinds = {f.name: hints[f.name].__origin__ for f in fields(RunState) if f.default is MISSING}
+        check_entries(entry, kinds, f'the "{KEY}" entry of the state')
+        return RunState(**{name: entry[name] for name in hints if name in entry})
+
+    def divided(
+        self, blank: Mapping[str, Mapping[str, Tensor]], states: Mapping[str, Mapping[str, Any]], device: torch.device
+    ) -> dict[str, dict[str, Tensor]]:
+        """By the names of the parameters, whose ``states`` torch.optim has. Tensors are copied.
+
+        ``blank``: tensors that have the place of those that there are none of before the first step.
+        """
+        out: dict[str, dict[str, Tensor]] = {name: {} for name in states}
+        first = out[next(iter(states))]
+        for which in RunState.at("tensors"):
+            for key, t in (getattr(self, which) or blank[which]).items():
+                owner, slash, rest = key.partition("/")
+                owned = slash and owner in out
+                place = f"{which}/{rest}" if owned else f"{which}//{key}"
+                (out[owner] if owned else first)[_without_dots(place)] = t.clone()
+            first[f"has_{which}"] = torch.tensor(bool(getattr(self, which)))
+        for name, state in states.items():
+            bits = [name in getattr(self, each) for each in RunState.at("names")]
+            bits += ["momentum" in state, "exp_avg" in state, self.counted]
+            out[name]["flags"] = torch.tensor(sum(bit << at for at, bit in enumerate(bits)))
+        total, step_size = self.mass
+        numbers = {name: getattr(self, name) for name in RunState.at("number")}
+        numbers |= {"inverse_damping": float(self.inverse_damping), "mass": float(total), "step_size": step_size}
+        for name, number in numbers.items():  # floats exactly: an integer that is loaded into would cut them
+            first[name] = torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+        first["generator"] = self.generator.to(device, copy=True)
+        words = {name: getattr(self, name) for name in RunState.at("words")}
+        first["words"] = _bytes(words | {"names": list(states)}, device)
+        if found := {name: value for name in RunState.at("found") if (value := getattr(self, name))}:
+            first["found"] = _bytes(found, device)
+        return out
 
 
 def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, dict[str, Tensor]]:
@@ -112,19 +189,100 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
     return {"operator": with_roots_of(G, inverse, λ).tensors(), "inverse": inverse.tensors()}
 
 
-def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Callable[[], None]:
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(RunState, include_extras=True)
+
+
+def joined(state: Mapping[str, Any]) -> Entry:
+    """A state with its ``RunState`` in one dictionary beside those of torch.optim, as in 0.1.0, from either layout."""
+    if KEY in state:
+        return {**state, KEY: renamed(state[KEY])}
+    keys = [key for group in state.get("param_groups", ()) for key in group["params"]]
+    plain = {key: dict(of_param) for key, of_param in state.get("state", {}).items()}
+    mine = [plain.get(key, {}).pop(KEY, {}) for key in keys]
+    if not mine or "words" not in mine[0]:
+        raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
+    words = _read(mine[0], "words")
+    names, first, tensors, sets = words.pop("names"), mine[0], RunState.at("tensors"), RunState.at("names")
+    needed = [*RunState.at("number"), *(f"has_{which}" for which in tensors), "mass", "step_size", "generator"]
+    if missing := [name for name in needed if name not in first]:
+        raise ValueError(f'the "natgrad" entry of the state has no {", ".join(missing)}: {_HALF}')
+    entry: Entry = {which: {} for which in tensors} | {of: [] for of in sets}
+    entry |= {name: first[name].item() for name in RunState.at("number")} | words
+    entry |= {"mass": (first["mass"].item(), first["step_size"].item()), "generator": first["generator"].cpu()}
+    entry |= _read(first, "found") if "found" in first else {}
+    if len(names) != len(keys):
+        raise ValueError(
+            f"the state has {len(keys)} parameters in its groups, and was saved with {len(names)}: {_HALF}"
+        )
+    if missing := [name for name, of_param in zip(names, mine, strict=True) if "flags" not in of_param]:
+        raise ValueError(f"the state of {', '.join(missing)} is missing: {_HALF}")
+    for name, key, of_param in zip(names, keys, mine, strict=True):
+        bits = int(of_param["flags"])
+        has_momentum, has_moments, entry["counted"] = (bool(bits >> len(sets) + at & 1) for at in range(3))
+        for at, of in enumerate(sets):
+            entry[of] += [name] if bits >> at & 1 else []
+        if not has_momentum:
+            plain.get(key, {}).pop("momentum", None)
+        for what, there in (("momentum", has_momentum), ("exp_avg", has_moments)):
+            if there and what not in plain.get(key, {}):
+                raise ValueError(f"{what} of {name} is missing in the state. {IN_PLACE}")
+        for place, t in of_param.items():
+            which, _, rest = _with_dots(place).partition("/")
+            if which in tensors and first[f"has_{which}"]:
+                entry[which][rest[1:] if rest.startswith("/") else f"{name}/{rest}"] = t
+    for which in tensors:
+        if first[f"has_{which}"] and not entry[which]:
+            raise ValueError(f"the metric is missing in the state ({which}). {IN_PLACE}")
+    return {**state, "state": {key: of_param for key, of_param in plain.items() if of_param}, KEY: entry}
+
+
+def renamed(entry: Mapping[str, Any]) -> Entry:
+    """An entry of version 0.1.0, where the fallback was called the rest, under the names of today."""
+    if "rest" in entry.get("parameters", ()):
+        return dict(entry)
+    present = [which for which in RunState.at("tensors") if isinstance(entry.get(which), dict)]
+    return dict(entry) | {
+        which: {re.sub(r"^rest/", "fallback/", key): t for key, t in entry[which].items()} for which in present
+    }
+
+
+def _bytes(content: Mapping[str, Any], device: torch.device) -> Tensor:
+    return torch.tensor(list(json.dumps(content, ensure_ascii=False).encode()), dtype=torch.uint8, device=device)
+
+
+def _read(first: Mapping[str, Tensor], name: str) -> Entry:
+    try:
+        content: Entry = json.loads(bytes(first[name].tolist()).decode())
+    except ValueError as error:
+        raise ValueError(f'"{name}" of the state cannot be read: it is damaged. Nothing was loaded') from error
+    return content
+
+
+def _without_dots(place: str) -> str:
+    return place.replace("%", "%25").replace(".", "%2E")
+
+
+def _with_dots(place: str) -> str:
+    return place.replace("%2E", ".").replace("%25", "%")
+
+
+def restore(
+    entry: Mapping[str, Any], tracker: MetricTracker, preconditioner: Preconditioner, momentum_on: str
+) -> Callable[[], None]:
     """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
 
     Nothing is changed until the function that is returned is called. The metric keeps the precision that it was saved
     in; where the model has another one than the model that was saved, it takes that of the metrics of this model. The
     inverse of another solver is not used: the next step inverts anew.
     """
-    check_entries(state, _ENTRIES, 'the "natgrad" entry of the state')
-    state = state | {"structure": structure_in_words(tracker.structure, state["structure"])}
-    check_signature("optimizer", state, _signature(tracker, preconditioner))
-    for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
-        check_finite(what, state[entry])
-    left, table = frozenset(state.get("left", ())), tracker.parameters
+    state = RunState.read(entry)
+    words = vars(state) | {"structure": structure_in_words(tracker.structure, state.structure)}
+    check_signature("optimizer", words, _signature(tracker, preconditioner) | {"momentum_on": momentum_on})
+    check_finite("the metric", state.operator)
+    check_finite("the inverse of the metric", state.inverse)
+    left, table = frozenset(state.left), tracker.parameters
     if not left <= table.optional:
         names = ", ".join(sorted(left - table.optional))
         raise ValueError(
@@ -133,59 +291,59 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         )
     observer = tracker.observer if left == table.ruleless else tracker.declared.without(left)
     model, solver = observer.model, preconditioner.solver
-    if "guess" in state["inverse"]:  # what an iterative solver starts from is over all parameters
-        _check_shape("guess of the inverse of the metric", state["inverse"]["guess"], (model.size,))
-    check_generator(state["generator"], tracker.generator)
-    example, λ = model.example, like(preconditioner.damping, state["inverse_damping"])
-    dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
+    if "guess" in state.inverse:  # what an iterative solver starts from is over all parameters
+        _check_shape("guess of the inverse of the metric", state.inverse["guess"], (model.size,))
+    check_generator(state.generator, tracker.generator)
+    example, λ = model.example, like(preconditioner.damping, state.inverse_damping)
+    dtype = None if state.dtype == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
 
     def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Copies: the average and its inverse are changed in place.
         dtypes = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
         return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
 
-    tensors = placed(state["operator"])
-    layers = loaded(model, observer.blocks, state.get("operations", ()))
+    tensors = placed(state.operator)
+    layers = loaded(model, observer.blocks, state.operations)
     blocks = with_layers(observer.blocks, layers)
     average: Operator | None = constant(tracker.structure, model)
     if average is None and tensors:
         average = operator_of(tracker.structure, model, blocks, tensors)
     inverse: Inverse | None = None
     warm: dict[str, Tensor] | None = None
-    if state["solver"] != _solver(preconditioner, tracker.structure.power):
-        words = state["solver"], _solver(preconditioner, tracker.structure.power)
-        _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", *words)
+    if state.solver != _solver(preconditioner, tracker.structure.power):
+        solvers = state.solver, _solver(preconditioner, tracker.structure.power)
+        _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", *solvers)
     elif average is None:
-        warm = placed(state["inverse"])
+        warm = placed(state.inverse)
     else:  # its inverse may be older than it, and is computed again only where it has no tensors
-        saved = placed(state["inverse"])
+        saved = placed(state.inverse)
         G = preconditioner.inverted_metric(average)
         inverse = _inverse_of(G, saved) if saved else None
         inverse = inverse or preconditioner.world.inverse(solver, G, λ, warm=saved)
 
     def go_on() -> None:
         tracker.observer = observer
-        if state.get("examples") == "inputs":  # of outputs that were found to be flattened
+        if state.examples == "inputs":  # of outputs that were found to be flattened
             tracker.use_model(replace(model, examples="inputs"))
         observer.cache.operations.put(layers, observer.blocks)
-        tracker.step, tracker.estimated = state["step"], state["estimated"]
+        tracker.step, tracker.estimated = state.step, state.estimated
         tracker.average = average
-        tracker.weight.total, tracker.weight.step_size = state["mass"]
+        tracker.weight.total, tracker.weight.step_size = state.mass[0], int(state.mass[1])
         tracker.discard()
         statuses = {
-            ParameterStatus.UNSEEN: state.get("unreached", ()),
-            ParameterStatus.PENDING: state["wanted"],
-            ParameterStatus.OUTSIDE: state.get("outside", ()),
+            ParameterStatus.UNSEEN: state.unreached,
+            ParameterStatus.PENDING: state.wanted,
+            ParameterStatus.OUTSIDE: state.outside,
             ParameterStatus.RULELESS: left,
         }
         table.reset(statuses)
         if average is not None:
             table.see(tracker.unseen(average))
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
-        preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
+        preconditioner.inverted, preconditioner.outdated = state.inverted, state.outdated
         preconditioner.unseen = frozenset() if average is None else average.unseen
-        _seed(tracker.generator, state["generator"].cpu(), state["rank"], tracker.world.rank)
-        if state.get("counted", False):
+        _seed(tracker.generator, state.generator.cpu(), state.rank, tracker.world.rank)
+        if state.counted:
             tracker.skip_counted()
 
     return go_on
@@ -270,14 +428,15 @@ def check_entries(state: Mapping[str, Any], entries: Kinds, where: str) -> None:
     if missing:
         raise ValueError(f"{where} has no {', '.join(missing)}: it is incomplete. {_NOTHING}")
     for name, kind in entries.items():
-        if not isinstance(state[name], kind):
+        plain: Any = get_origin(kind)
+        if not isinstance(state[name], (int, float) if kind is float else plain or kind):
             raise ValueError(f'"{name}" of the state is a {type(state[name]).__name__}: it is damaged. {_NOTHING}')
 
 
 def check_signature(whose: str, state: Mapping[str, Any], signature: Mapping[str, Any]) -> None:
     """What must be the same for a state to mean the same is so, names in their order too."""
     for what, mine in signature.items():
-        saved = state.get(what, mine)
+        saved = mine if state.get(what) is None else state[what]
         if saved != mine or (isinstance(mine, dict) and list(saved) != list(mine)):
             raise ValueError(f"this is the state of another {whose}: {_difference(what, saved, mine)}. {_NOTHING}")
 

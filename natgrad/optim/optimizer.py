@@ -21,7 +21,7 @@ from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative, number_of
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, with_fallback, without_metric
-from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
+from natgrad.optim.checkpoint import RunState, blank, check_plain, joined, restore
 from natgrad.optim.distributed import processes_of, refuse_sharded
 from natgrad.optim.parameters import ParameterStatus, ParameterTable
 from natgrad.optim.preconditioner import Preconditioner
@@ -34,7 +34,6 @@ from natgrad.optim.sources import (
     Source,
     attach,
 )
-from natgrad.optim.state_layout import divided, joined
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import (
     MomentumOn,
@@ -646,13 +645,13 @@ class NaturalGradient(torch.optim.Optimizer):
         state, device = super().state_dict(), self.tracker.model.example.device
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         plain = _copied(state["state"])
-        entry = export(self.tracker, self.preconditioner) | {"momentum_on": self._momentum}
+        run = RunState.of(self.tracker, self.preconditioner, self._momentum)
         keys = [key for group in state["param_groups"] for key in group["params"]]
         names = {id(p): name for name, p in self._params.items()}
         ordered = [names[id(p)] for group in self.param_groups for p in group["params"]]
         states = {name: plain.setdefault(key, {}) for name, key in zip(ordered, keys, strict=True)}
         began = states if self.tracker.step else {name: {} for name in states}
-        mine = divided(entry, blank(self.tracker, self.preconditioner), WORDS, began, device)
+        mine = run.divided(blank(self.tracker, self.preconditioner), began, device)
         self._fill(states)
         for name, of_param in mine.items():
             states[name]["natgrad"] = of_param
@@ -698,8 +697,7 @@ class NaturalGradient(torch.optim.Optimizer):
         another solver, the metric is loaded, and the next step inverts it anew.
         """
         state_dict = joined(state_dict)
-        go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
-        check_signature("optimizer", state_dict["natgrad"], {"momentum_on": self._momentum})
+        go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner, self._momentum)
         check_plain(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.

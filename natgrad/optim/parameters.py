@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import final
 
@@ -40,7 +40,7 @@ class ParameterTable:
         self.status = dict.fromkeys(names, ParameterStatus.METRIC)
         self.reset({})
 
-    def reset(self, names: dict[ParameterStatus, Iterable[str]]) -> None:
+    def reset(self, names: Mapping[ParameterStatus, Iterable[str]]) -> None:
         """The statuses of the beginning, but for these; a later one takes the place of an earlier."""
         self.status = {
             name: ParameterStatus.ADAMW if name in self._by_adamw else ParameterStatus.METRIC for name in self.status

@@ -230,7 +230,7 @@ class Pullback:
 
     def release(self) -> None:
         """Drop the graph of the pass, which belongs to the user's backward pass."""
-        del self.tape
+        self.tape = Tape(self.tape.y.detach(), ())
 
     @property
     def model(self) -> Model:

@@ -22,9 +22,9 @@ from natgrad.optim.checkpoint import (
     check_signature,
     in_words,
     operator_of,
+    renamed,
     structure_in_words,
 )
-from natgrad.optim.state_layout import renamed
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullbacks.operation_layers import loaded, with_layers

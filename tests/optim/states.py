@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.state_layout import joined
+from natgrad.optim.checkpoint import joined
 from natgrad.structures import Structure
 from tests.optim.tasks import seeded
 from tests.pulled import normal, opaque

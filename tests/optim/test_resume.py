@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.optim.state_layout import joined
+from natgrad.optim.checkpoint import joined
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Rows
 from natgrad.rules.linear import LinearRule
