@@ -27,7 +27,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' DEMO='options of natgrad demo' JOBS=$(JOBS)"
 
-demo: $(VENV)/.cli  ## train on digits with five optimizers, in under two minutes
+demo: $(VENV)/.cli  ## compare optimizers on digits and on a differential equation, in a minute
 	$(BIN)/natgrad demo $(DEMO)
 
 # One thread for each job: small matrices are no faster with more, and jobs would wait for each other. Bytecode is kept

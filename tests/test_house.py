@@ -188,7 +188,7 @@ def test_an_import_loads_no_compiler() -> None:
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
     "accelerate": 2836,
-    "cli": 343,
+    "cli": 375,
     "data": 21,
     "families": 2017,
     "fit": 2180,

@@ -62,6 +62,7 @@ def test_links_to_files_of_the_repository_lead_to_files_of_the_site(stage: Any, 
         ("θ* of [n *out], |x|", r"θ\* of [n \*out], \|x\|"),
         ("``a*b`` and ``**c``", "``a*b`` and ``**c``"),
         ("``gtol``² is", r"``gtol``\ ² is"),
+        ("``ftol`` times ``xtol`` or ``gtol``²", r"``ftol`` times ``xtol`` or ``gtol``\ ²"),
         ("the mean of x_ and J_nᵀ", r"the mean of x\_ and J_nᵀ"),
     ],
 )

@@ -110,7 +110,7 @@ def entries() -> list[Entry]:
 
 def escape(text: str) -> str:
     """Prose of a docstring as reStructuredText: ``*``, ``|`` and a last ``_`` are what they are, as in [n *out]."""
-    text = re.sub(r"(``[^`]+``)(?=[^\W_])", r"\1\\ ", text)  # ``gtol``²
+    text = re.sub(r"(``[^`]+``)(\w?)", lambda m: f"{m[1]}\\ {m[2]}" if m[2] else m[1], text)  # ``gtol``²
     pieces = re.split(r"(``.*?``|:\w+:`[^`]*`|`[^`]*`_?)", text, flags=re.DOTALL)
     return "".join(p if i % 2 else re.sub(r"(?<!\\)([*|]|_(?!\w))", r"\\\1", p) for i, p in enumerate(pieces))
 

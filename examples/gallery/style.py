@@ -15,20 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-COLOURS = {
-    "ng.Natural": "#d1352b",
-    "natural gradient": "#e8743b",
-    "K-FAC": "#b0409a",
-    "Gauss–Newton": "#7b62c9",
-    "Sobolev": "#a9820f",
-    "AdamW": "#3b82c4",
-    "Muon": "#1f9d8f",
-    "gradient descent": "#6b8299",
-    "exact": "#858585",
-    "first": "#3b82c4",  # two of a kind: coordinates, parametrisations, models
-    "second": "#d1352b",
-}
-GREY = "#858585"
+from natgrad.cli.colours import COLOURS as METHODS
+from natgrad.cli.colours import GREY as GREY
+
+# Two of a kind: coordinates, parametrisations, models.
+COLOURS = {**METHODS, "first": METHODS["AdamW"], "second": METHODS["ng.Natural"]}
 
 
 def size(full: int, quick: int) -> int:

@@ -3,19 +3,16 @@
 The runs of a task share data, initial weights and mini-batches; they differ in the optimizer alone. The clock counts
 optimization steps only, and stands still while losses are measured.
 
-The networks have sigmoid units. As σ(z) = (1 + tanh(z/2))/2 they are tanh networks in worse coordinates: activations
-are never negative, and gradients shrink at least fourfold per layer. First-order methods depend on the coordinates, the
-natural gradient does not. The units were chosen to show that; with tanh the first-order methods are quicker.
-
-The learning rates of SGD and AdamW gave the smallest training loss of a grid after thousands of steps, over two seeds.
-The numbers of the natural gradients (lr, damping, radius) were chosen by hand from short runs. K-FAC tunes itself.
+AdamW, Muon and ``ng.Natural`` have the best learning rate of 0.005, 0.01, 0.02, 0.05 and 0.1: that with the lowest test
+loss in 400 steps (800 on the differential equation), mean of two seeds. K-FAC and Gauss–Newton choose their steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count
 from time import perf_counter
 from typing import Any, Literal, TypeAlias, final
 
@@ -26,8 +23,6 @@ from torch.optim import Optimizer
 
 import natgrad as ng
 from natgrad.data import load_digits
-from natgrad.solve import Solver
-from natgrad.structures import Structure
 
 E24 = (10, 11, 12, 13, 15, 16, 18, 20, 22, 24, 27, 30, 33, 36, 39, 43, 47, 51, 56, 62, 68, 75, 82, 91)
 
@@ -59,26 +54,6 @@ class Task:
 # The two tasks.
 
 
-def perceptron(*sizes: int) -> Callable[[], nn.Module]:
-    """A fully connected sigmoid network with a linear last layer.
-
-    >>> perceptron(64, 20, 10)()
-    Sequential(
-      (0): Linear(in_features=64, out_features=20, bias=True)
-      (1): Sigmoid()
-      (2): Linear(in_features=20, out_features=10, bias=True)
-    )
-    """
-
-    def network() -> nn.Module:
-        layers: list[nn.Module] = []
-        for inputs, outputs in pairwise(sizes):
-            layers += [nn.Linear(inputs, outputs), nn.Sigmoid()]
-        return nn.Sequential(*layers[:-1])
-
-    return network
-
-
 def half_squared_error(y: Tensor, t: Tensor) -> Tensor:
     """½‖y − t‖², summed over outputs, mean over examples: minus the log-likelihood of a unit Gaussian."""
     return (y - t).square().sum(dim=-1).mean() / 2
@@ -89,70 +64,86 @@ def accuracy(y: Tensor, t: Tensor) -> Tensor:
     return (y.argmax(dim=-1) == t).double().mean()
 
 
-def rms_error(y: Tensor, t: Tensor) -> Tensor:
-    """Root mean squared error of the pixels, whose values lie in [0, 1]."""
-    return (y - t).square().mean().sqrt()
+def relative_error(y: Tensor, t: Tensor) -> Tensor:
+    """‖y − t‖ / ‖t‖."""
+    return (y - t).norm() / t.norm()
 
 
-def optimizers(
-    family: ng.families.Family, *, sgd_lr: float, adamw_lr: float, lr: float, damping: float, radius: float
-) -> dict[str, MakeOptimizer]:
-    """The five optimizers.
+def muon(model: nn.Module, lr: float) -> Optimizer:
+    """torch's Muon for matrices; AdamW steps the rest, which Muon does not take, after it."""
+    rest = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=lr)
 
-    Both natural gradients solve (G + λ)v = ∇L and shorten steps with ½ δᵀGδ above ``radius``: one by Cholesky, one by
-    conjugate gradients without forming G. K-FAC has two small matrices per layer and no number to choose.
-    """
+    def after(*_: object) -> None:
+        rest.step()
+        rest.zero_grad()
 
-    def natural(structure: Structure, solver: Solver) -> MakeOptimizer:
-        return lambda m: ng.NaturalGradient(
-            m,
-            ng.Fisher(family),
-            structure=structure,
-            solver=solver,
-            step=ng.TrustRegion(radius, longest=1.0),
-            lr=lr,
-            damping=damping,
-        )
-
-    return {
-        "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=sgd_lr, momentum=0.9),
-        "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=adamw_lr),
-        "natural gradient": natural(ng.Dense(), ng.Cholesky()),
-        "natural gradient (CG)": natural(ng.Implicit(), ng.CG(tol=1e-2, max_steps=30)),
-        "K-FAC": lambda m: ng.KFAC(m, ng.Fisher(family, samples=1), step=ng.SelfTuned()),
-    }
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
+    optimizer.register_step_post_hook(after)
+    return optimizer
 
 
-def classifier() -> Task:
-    """64 pixels, 20 hidden units, 10 classes, cross-entropy; 1,510 parameters."""
-    data = load_digits()
+def digits() -> Task:
+    """64 pixels, 32 hidden units, 10 classes, cross-entropy, mini-batches of 256."""
+    data, fisher = load_digits(), ng.Fisher(ng.Categorical(), samples=1)
     return Task(
-        name="classifier",
-        network=perceptron(64, 20, 10),
+        name="digits",
+        network=lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)),
         train=data.train,
         test=data.test,
         batch_size=256,
         loss=F.cross_entropy,
         score_name="test accuracy",
         score=accuracy,
-        optimizers=optimizers(ng.Categorical(), sgd_lr=3.0, adamw_lr=0.03, lr=1.0, damping=3e-4, radius=0.01),
+        optimizers={
+            "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.05),
+            "Muon": lambda m: muon(m, lr=0.02),
+            "ng.Natural": lambda m: ng.Natural(m, lr=0.01),
+            "K-FAC": lambda m: ng.KFAC(m, fisher, step=ng.SelfTuned()),
+        },
     )
 
 
-def autoencoder() -> Task:
-    """64 pixels through a bottleneck of 6 numbers, ½‖y − t‖²; 2,342 parameters."""
-    data = load_digits()
+@final
+class Laplacian(nn.Module):
+    """x ↦ Δu(x) for u = x(1 − x) y(1 − y) times a network, which is zero on the boundary of the unit square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ng.pde.laplacian(self.solution, x)
+
+    def solution(self, x: Tensor) -> Tensor:
+        a, b = x[:, :1], x[:, 1:]
+        return a * (1 - a) * b * (1 - b) * self.network(x)
+
+
+def poisson() -> Task:
+    """Poisson's equation Δu = −2π² sin πx sin πy on the unit square, by least squares at 400 points."""
+
+    def points(n: int, seed: int) -> tuple[Tensor, Tensor]:
+        x = torch.rand(n, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return x, -2 * math.pi**2 * (math.pi * x).sin().prod(1, keepdim=True)
+
     return Task(
-        name="auto-encoder",
-        network=perceptron(64, 16, 6, 16, 64),
-        train=(data.train.images, data.train.images),
-        test=(data.test.images, data.test.images),
-        batch_size=256,
+        name="differential equation",
+        network=Laplacian,
+        train=points(400, 0),
+        test=points(400, 1),
+        batch_size=400,
         loss=half_squared_error,
-        score_name="test RMSE",
-        score=rms_error,
-        weight=3.0,
-        optimizers=optimizers(ng.Gaussian(), sgd_lr=0.1, adamw_lr=0.03, lr=0.5, damping=3e-4, radius=1.0),
+        score_name="relative error",
+        score=relative_error,
+        weight=2.0,
+        optimizers={
+            "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.0),
+            "L-BFGS": lambda m: torch.optim.LBFGS(m.parameters(), line_search_fn="strong_wolfe"),
+            "Gauss–Newton": lambda m: ng.NaturalGradient(
+                m, ng.Euclidean(), structure=ng.Dense(), step=ng.LevenbergMarquardt(), damping=1e-2
+            ),
+        },
     )
 
 
@@ -207,18 +198,13 @@ class TrainingRun:
     history: list[Point] = field(default_factory=list)
     status: Status = "running"
 
-    def at_step(self, step: int) -> Point | None:
-        """The last measurement up to this step, or None if the run ended earlier."""
-        return self._until(lambda point: point.step, step)
+    def best(self) -> Point:
+        """The measurement with the lowest test loss."""
+        return min(self.history, key=lambda point: point.test_loss)
 
-    def at_seconds(self, seconds: float) -> Point | None:
-        """The last measurement up to this time, or None if the run ended earlier."""
-        return self._until(lambda point: point.seconds, seconds)
-
-    def _until(self, key: Callable[[Point], float], bound: float) -> Point | None:
-        if not self.history or key(self.history[-1]) < bound:
-            return None
-        return next((point for point in reversed(self.history) if key(point) <= bound), None)
+    def reaches(self, test_loss: float) -> Point | None:
+        """The first measurement with at most this test loss, or None."""
+        return next((point for point in self.history if point.test_loss <= test_loss), None)
 
 
 @final
@@ -309,9 +295,9 @@ def train(run: TrainingRun, budget: Budget, seed: int, watch: Watch) -> None:
 def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = lambda run, spent: None) -> Runs:
     """Every optimizer on every task, one after the other. Ctrl-C ends the comparison and keeps what was measured.
 
-    >>> runs = compare((classifier(),), Budget(steps=2), seed=0).runs
+    >>> runs = compare((digits(),), Budget(steps=2), seed=0).runs
     >>> [run.optimizer for run in runs]
-    ['SGD', 'AdamW', 'natural gradient', 'natural gradient (CG)', 'K-FAC']
+    ['AdamW', 'Muon', 'ng.Natural', 'K-FAC']
     >>> len({run.history[0].train_loss for run in runs})
     1
     """

@@ -1,24 +1,36 @@
-"""The results of `natgrad demo`: tables, two plots and a JSON summary. Needs rich and matplotlib."""
+"""The report of `natgrad demo`: tables, and one HTML file with curves, readable without a network.
+
+Needs rich and matplotlib.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import cycle
+from html import escape
+from importlib.resources import files
+from io import StringIO
 from pathlib import Path
-from statistics import median_low
+from string import Template
 from typing import Any
 
+import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from natgrad.cli.colours import COLOURS, GREY
 from natgrad.cli.demo import Point, Runs, Task, TrainingRun
 
-COLOURS = ("#8c8c8c", "#e08214", "#2166ac", "#1b9e77", "#762a83", "#b2182b")
-AXES: dict[str, Callable[[Point], float]] = {"steps": lambda point: point.step, "seconds": lambda point: point.seconds}
+PANELS: dict[str, tuple[Callable[[Point], float], Callable[[Point], float]]] = {
+    "test loss against seconds": (lambda point: point.seconds, lambda point: point.test_loss),
+    "test loss against steps": (lambda point: point.step, lambda point: point.test_loss),
+    "training loss against seconds": (lambda point: point.seconds, lambda point: point.train_loss),
+}
+COLUMNS = ("optimizer", "lowest test loss", "after", "as low as AdamW's", "last test loss", "last training loss")
+TEMPLATE = Template(files("natgrad.cli").joinpath("report.html").read_text(encoding="utf-8"))
 
 
 def by_task(runs: Sequence[TrainingRun]) -> list[tuple[Task, list[TrainingRun]]]:
@@ -30,97 +42,111 @@ def by_task(runs: Sequence[TrainingRun]) -> list[tuple[Task, list[TrainingRun]]]
     return list(groups.values())
 
 
-def ladder(top: float, rungs: int) -> list[float]:
-    """The last numbers 1, 3, 10, 30 … (or … 0.3, 0.1) up to `top`, in increasing order.
-
-    >>> ladder(150, rungs=3), ladder(1.5, rungs=3)
-    ([10.0, 30.0, 100.0], [0.1, 0.3, 1.0])
-    """
-    numbers = [float(f"{mantissa}e{exponent}") for exponent in range(-3, 9) for mantissa in (1, 3)]
-    return [number for number in numbers if number <= top][-rungs:]
+def reaches_adamw(runs: Sequence[TrainingRun]) -> dict[str, Point]:
+    """For every optimizer that gets there, its first measurement within 2 % of AdamW's lowest test loss."""
+    goals = [1.02 * run.best().test_loss for run in runs if run.optimizer == "AdamW"]
+    firsts = {run.optimizer: run.reaches(goal) for goal in goals for run in runs}
+    return {name: point for name, point in firsts.items() if point is not None}
 
 
-def reached(runs: Sequence[TrainingRun], axis: Callable[[Point], float]) -> float:
-    """The lower median of where finished runs ended on this axis: most losses can be compared up to there."""
-    finished = [run for run in runs if run.status == "finished"] or runs
-    return median_low(axis(run.history[-1]) for run in finished)
+def verdict(runs: Sequence[TrainingRun]) -> str:
+    """Who has the lowest test loss, by how much, and who was first at AdamW's; computed, whoever it is."""
+    ranked = sorted(runs, key=lambda run: run.best().test_loss)
+    losses = [run.best().test_loss for run in ranked]
+    text = f"Lowest test loss: {ranked[0].optimizer}, {losses[0]:.3g} after {ranked[0].best().seconds:.2g} s."
+    if len(ranked) > 1 and losses[0] > 0:
+        ratio = losses[1] / losses[0]
+        share = f"{ratio:.3g} times as much" if ratio >= 2 else f"{100 * (ratio - 1):.1f} % more"
+        text += f" Next: {ranked[1].optimizer}, {losses[1]:.3g}, {share}."
+    if level := reaches_adamw(runs):
+        first = min(level, key=lambda name: level[name].seconds)
+        text += f" First within 2 % of AdamW's lowest: {first}, after {level[first].seconds:.2g} s."
+    return text
 
 
-def table(task: Task, runs: Sequence[TrainingRun], rungs: int) -> Table:
-    """One row per optimizer: training loss after `rungs` numbers of steps and of seconds, then the end of the run."""
-    steps = [int(step) for step in ladder(reached(runs, AXES["steps"]), rungs) if step >= 1]
-    seconds = ladder(reached(runs, AXES["seconds"]), rungs)
-    result = Table(title=f"{task.name}: training loss after …", title_justify="left")
-    result.add_column("optimizer")
-    names = [f"{step}\nstep{'s' if step > 1 else ''}" for step in steps] + [f"{second:g}\ns" for second in seconds]
-    for name in [*names, "steps\nin all", "train\nloss", task.score_name.replace(" ", "\n")]:
-        result.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        points = [run.at_step(step) for step in steps] + [run.at_seconds(second) for second in seconds]
-        last = run.history[-1]
-        result.add_row(
-            run.optimizer + ("" if run.status == "finished" else f" ({run.status})"),
-            *(f"{point.train_loss:.2g}" if point else "–" for point in points),
-            str(last.step),
-            f"{last.train_loss:.2g}",
-            f"{last.test_score:.3f}",
-        )
+def rows(task: Task, runs: Sequence[TrainingRun]) -> list[tuple[str, ...]]:
+    """One row per optimizer, in the order of their lowest test losses. "As low as": within 2 % of AdamW's lowest."""
+    level = reaches_adamw(runs)
+    result: list[tuple[str, ...]] = []
+    for run in sorted(runs, key=lambda run: run.best().test_loss):
+        best, last = run.best(), run.history[-1]
+        name = run.optimizer if run.status == "finished" else f"{run.optimizer} ({run.status})"
+        reached = f"{level[run.optimizer].seconds:.2g} s" if run.optimizer in level else "not reached"
+        ends = f"{last.test_loss:.3g}", f"{last.train_loss:.2g}", f"{last.test_score:.3g}", str(last.step)
+        result.append((name, f"{best.test_loss:.3g}", f"{best.seconds:.2g} s", reached, *ends))
     return result
 
 
-def plot(runs: Sequence[TrainingRun], axis: str) -> Figure:
-    """Training loss against `axis` (a key of AXES), one panel per task."""
-    groups = by_task(runs)
-    figure = Figure(figsize=(6.4 * max(1, len(groups)), 4.8), layout="constrained")
-    for panel, (task, members) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
-        for run, colour in zip(members, cycle(COLOURS), strict=False):
-            points = [point for point in run.history if point.step]  # a logarithmic axis has no 0
-            x, y = [AXES[axis](point) for point in points], [point.train_loss for point in points]
-            panel.plot(x, y, color=colour, label=run.optimizer, linewidth=2)
-        panel.set(title=task.name, xlabel=axis, ylabel="training loss", xscale="log", yscale="log")
-        panel.grid(alpha=0.3)
-        panel.legend()
-    return figure
+def curves(task: Task, runs: Sequence[TrainingRun]) -> str:
+    """The panels of a task as SVG; every line has its optimizer in its id, and its name at its end."""
+    parts = "text.color axes.edgecolor axes.labelcolor xtick.color ytick.color"
+    grey: dict[Any, Any] = dict.fromkeys(parts.split(), GREY)
+    with mpl.rc_context({"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False, **grey}):
+        figure = Figure(figsize=(14, 4), layout="constrained")
+        for panel, (title, (x, y)) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+            panel.set(title=f"{title} (lower is better)", xlabel=title.split()[-1], xscale="log", yscale="log")
+            panel.set_facecolor("none")
+            ends: list[tuple[float, tuple[float, float], dict[str, str]]] = []
+            for run in runs:
+                points = [point for point in run.history if point.step] or run.history  # a logarithmic axis has no 0
+                look = {"color": COLOURS[run.optimizer], "gid": f"{task.name}/{run.optimizer}:{title}"}
+                panel.plot([x(point) for point in points], [y(point) for point in points], **look)
+                end = x(points[-1]), y(points[-1])
+                look |= {"text": f" {run.optimizer}", "gid": f"{look['gid']} name"}
+                ends.append((float(panel.transData.transform(end)[1]), end, look))
+            above = -1e9
+            for height, end, look in sorted(ends, key=lambda row: row[0]):
+                above = max(height, above + 15)  # names do not cover each other
+                at = {"xytext": (0, 0.72 * (above - height)), "textcoords": "offset points", "va": "center"}
+                panel.annotate(xy=end, annotation_clip=False, **look, **at)
+        picture = StringIO()
+        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Title": task.name})
+    return picture.getvalue()[picture.getvalue().index("<svg") :]
+
+
+def section(task: Task, runs: Sequence[TrainingRun]) -> str:
+    """A task in the report: the verdict, a box for every optimizer that hides its curves, the curves, and the table."""
+    cells = [(*COLUMNS, task.score_name, "steps"), *rows(task, runs)]
+    table = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    box = '<label style="color:{}"><input type="checkbox" checked id="{}/{}"> {}</label>'
+    boxes = "".join(box.format(COLOURS[run.optimizer], task.name, run.optimizer, run.optimizer) for run in runs)
+    return (
+        f'<h2>{escape(task.name)}</h2><p class="verdict">{escape(verdict(runs))}</p><p>{boxes}</p>'
+        f'<figure>{curves(task, runs)}</figure><div class="table"><table>{table}</table></div>'
+    )
 
 
 def summary(comparison: Runs, seed: int) -> dict[str, Any]:
     """Everything that was measured, ready for JSON."""
-    return {
-        "seed": seed,
-        "interrupted": comparison.interrupted,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "tasks": [
-            {
-                "name": task.name,
-                "score": task.score_name,
-                "batch_size": task.batch_size,
-                "runs": [
-                    {
-                        "optimizer": run.optimizer,
-                        "status": run.status,
-                        "history": [asdict(point) for point in run.history],
-                    }
-                    for run in members
-                ],
-            }
-            for task, members in by_task(comparison.runs)
-        ],
-    }
+
+    def record(run: TrainingRun) -> dict[str, Any]:
+        return {"optimizer": run.optimizer, "status": run.status, "history": [asdict(point) for point in run.history]}
+
+    def of(task: Task, runs: list[TrainingRun]) -> dict[str, Any]:
+        about = {"name": task.name, "score": task.score_name, "batch_size": task.batch_size}
+        return {**about, "runs": [record(run) for run in runs]}
+
+    tasks = [of(task, runs) for task, runs in by_task(comparison.runs)]
+    about = {"seed": seed, "interrupted": comparison.interrupted, "torch": torch.__version__}
+    return {**about, "threads": torch.get_num_threads(), "tasks": tasks}
 
 
 def report(comparison: Runs, seed: int, out: Path, console: Console) -> None:
-    """Print the tables, then write summary.json, loss-steps.png and loss-seconds.png into `out`."""
+    """Print a table and a verdict per task, and write summary.json and report.html into `out`."""
     groups = by_task(comparison.runs)
     if not groups:
         console.print("Nothing was trained, so nothing is written.")
         return
-    rungs = 3 if console.width >= 110 else 2
     for task, members in groups:
-        console.print(table(task, members, rungs))
-    written = [out / "summary.json"]
-    written[0].write_text(json.dumps(summary(comparison, seed), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    for axis in AXES:
-        written.append(out / f"loss-{axis}.png")
-        plot(comparison.runs, axis).savefig(written[-1], dpi=120)
-    console.print("Written: " + ", ".join(str(path) for path in written), soft_wrap=True, highlight=False)
+        table = Table(title=f"{task.name}: {verdict(members)}", title_justify="left")
+        for name in (*COLUMNS, task.score_name, "steps"):
+            table.add_column(name, justify="left" if name == "optimizer" else "right", no_wrap=name == "optimizer")
+        for row in rows(task, members):
+            table.add_row(*row)
+        console.print(table)
+    numbers, report = out / "summary.json", (out / "report.html").resolve()
+    numbers.write_text(json.dumps(summary(comparison, seed), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    about = f"Seed {seed}, torch {torch.__version__}, threads: {torch.get_num_threads()}."
+    sections = "".join(section(task, members) for task, members in groups)
+    report.write_text(TEMPLATE.substitute(about=about, tasks=sections), encoding="utf-8")
+    console.print(f"Written: {numbers}\nReport: {report}", soft_wrap=True, highlight=False)
