@@ -517,56 +517,6 @@ def newton(
     return x, decrement
 
 
-@final
-@dataclass(frozen=True)
-class TriangularLeastSquares:
-    """min ‖Jp + r‖² for J [* m n] and r [* m], as ‖Rp + z‖² plus a constant, with the QR factors of J = QR and z = Qᵀr.
-
-    JᵀJ, whose condition number is that of J squared, is formed nowhere (Björck 1996). R [* k n] and z [* k] have
-    k = min(m, n) rows, so that any number of damped steps costs n³ each, whatever m is. More unknowns than residuals
-    and columns of zeros need damping, and nothing else.
-
-    >>> J, r = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]), torch.tensor([-2.0, -4.0, 5.0])
-    >>> TriangularLeastSquares.of(J, r).damped(torch.full((2,), 1e-3)).step  # of all minima, nearly the shortest
-    tensor([1.5000, 1.5000])
-    """
-
-    R: Tensor
-    z: Tensor
-
-    @staticmethod
-    def of(J: Tensor, r: Tensor) -> TriangularLeastSquares:
-        """One QR of [J r]: its last column is z, so that Q is not formed either."""
-        triangle = torch.linalg.qr(torch.cat([J.mT, r.unsqueeze(-2)], -2).mT, mode="r").R  # LAPACK goes by columns
-        k = min(J.shape[-2:])
-        return TriangularLeastSquares(triangle[..., :k, :-1], triangle[..., :k, -1])
-
-    def damped(self, d: Tensor) -> DampedStep:
-        """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""
-        n = d.shape[-1]
-        k = self.z.shape[-1]
-        both = self.R.new_zeros(*self.z.shape[:-1], k + n, n + 1)
-        both[..., :k, :n], both[..., :k, n] = self.R, self.z
-        both[..., k:, :n].diagonal(dim1=-2, dim2=-1).copy_(d)
-        triangle = torch.linalg.qr(both, mode="r").R
-        T, y = triangle[..., :n, :n], triangle[..., :n, n]
-        return DampedStep(TriangularLeastSquares(T, y).undamped(), T, y)
-
-    def undamped(self) -> Tensor:
-        """p = −R⁻¹z, the Gauss–Newton step: not finite where R is singular, and with m < n there is none."""
-        return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
-
-
-@final
-@dataclass(frozen=True)
-class DampedStep:
-    """p = −T⁻¹y [* n], where TᵀT = JᵀJ + diag(d²), and Tᵀy = Jᵀr; ‖y‖² = ‖r‖² less what the damped minimum leaves."""
-
-    step: Tensor
-    triangle: Tensor
-    y: Tensor
-
-
 def check_damping(damping: Damping, dtype: torch.dtype = torch.float64, *, relative: bool = True) -> None:
     """Damping is a non-negative number, and one that a metric of this precision can be added to; or it is relative."""
     if isinstance(damping, Relative):

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
 from natgrad.linalg import (
-    TriangularLeastSquares,
     check_damping,
     check_finite,
     cholesky,
@@ -179,27 +178,3 @@ def test_newton_stops_where_there_is_no_direction_and_goes_on_elsewhere() -> Non
     assert float(decrement[0]) == 0.0
     assert bool(decrement[1].isnan())
     assert float(decrement[2]) < 0
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (3, 3), (2, 5), (4, 7, 3), (2, 3, 2, 5)])
-@pytest.mark.parametrize("damping", [1e-4, 1.0, 1e4])
-def test_a_damped_least_squares_step_solves_the_stacked_system(shape: tuple[int, ...], damping: float) -> None:
-    J, r = normal(*shape), normal(*shape[:-1])
-    d = damping * normal(*shape[:-2], shape[-1]).abs() + damping
-    found = TriangularLeastSquares.of(J, r).damped(d)
-    damped = J.mT @ J + torch.diag_embed(d.square())
-    gradient = J.mT @ r.unsqueeze(-1)
-    below = torch.cat([J, torch.diag_embed(d)], -2), torch.cat([r, torch.zeros_like(d)], -1).unsqueeze(-1)
-    close(found.step.unsqueeze(-1), -torch.linalg.lstsq(*below, driver="gelsd").solution, 1e-9)
-    close(found.triangle.mT @ found.triangle, damped, 1e-9)
-    close(found.triangle.mT @ found.y.unsqueeze(-1), gradient, 1e-9)
-
-
-def test_a_least_squares_step_loses_the_condition_number_once_and_not_twice() -> None:
-    """Läuchli's matrix: at ε = 1e-9 JᵀJ is singular in double precision, J is not."""
-    ε = 1e-9
-    J = torch.cat([torch.ones(1, 3, dtype=torch.float64), ε * torch.eye(3, dtype=torch.float64)])
-    p = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    found = TriangularLeastSquares.of(J, -(J @ p)).damped(torch.full((3,), 1e-15, dtype=torch.float64))
-    close(found.step, p, 1e-6)
-    assert int(torch.linalg.matrix_rank(J.T @ J)) == 1

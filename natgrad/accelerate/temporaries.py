@@ -12,9 +12,10 @@ BESSEL_VALUES = 2**18  # Bessel functions need twenty temporaries of these, in d
 SMALL_PASSES = 2**13  # numbers that several passes of a small function read or return together
 CHUNK_BYTES = 2**28  # of a temporary, however much memory is allowed
 HESSIAN_COLUMNS = 32  # of a dense Hessian, in one backward pass
-RUNNING_SHARE = 0.75  # of many fits, below which those that have stopped are put aside
 
 _FEW_ROWS = 256  # up to which a Jacobian is differentiated by rows, though there are fewer columns
+_MANY = 1000  # small matrices, from which on passes over all of them are faster than LAPACK
+_FEW_COLUMNS = 4  # of each
 _COLUMN = 2  # what a forward pass for a column takes, in units of a backward pass for a row
 
 
@@ -25,6 +26,15 @@ def by_rows(rows: int, columns: int) -> bool:
     (True, False, True)
     """
     return rows <= max(_COLUMN * columns, _FEW_ROWS)
+
+
+def by_columns(matrices: int, columns: int) -> bool:
+    """Whether thousands of small matrices are orthogonalised together, column by column, and not one by one by LAPACK.
+
+    >>> by_columns(10_000, 3), by_columns(10_000, 6), by_columns(100, 3)
+    (True, False, False)
+    """
+    return matrices >= _MANY and columns <= _FEW_COLUMNS
 
 
 def at_once(size: int, limit: int = ROWS) -> int:

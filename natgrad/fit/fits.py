@@ -14,6 +14,12 @@ from natgrad.fit.residual_function import ResidualFunction
 RUNNING, STOPPED, NOT_FINITE = -1, -2, -3
 EVALUATIONS, GTOL, FTOL, XTOL, FTOL_XTOL = 0, 1, 2, 3, 4  # why a fit has stopped, as SciPy counts
 
+CLOSE = 0.1  # relative error of ‖Dδ‖ = radius
+NOISE = 4  # in units of the machine epsilon: what a cost may be off by
+LITTLE = 0.25  # of the predicted decrease: a step that gains less shortens its region
+
+_RESULT = ("x", "f", "J", "cost", "shortened", "status", "nfev", "njev")
+
 
 @final
 @dataclass(frozen=True)
@@ -23,9 +29,27 @@ class Rules:
     ftol: float
     xtol: float
     gtol: float
+    outside: Tensor  # [3 1]: what pivots, the tangent part and the region must exceed, in units of what they go with
+    small: Tensor  # [5 1]: in such units, what a step must exceed in decrease and length, so that no rule is near
     lower: Tensor | None = None  # [b n]
     upper: Tensor | None = None
     D: Tensor | None = None  # [b n]; None: the norms of the columns of J, the largest so far
+
+    @staticmethod
+    def like(
+        x: Tensor,
+        *,
+        ftol: float,
+        xtol: float,
+        gtol: float,
+        lower: Tensor | None,
+        upper: Tensor | None,
+        D: Tensor | None,
+    ) -> Rules:
+        eps = torch.finfo(x.dtype).eps
+        outside = x.new_tensor([x.shape[-1] * eps, gtol, 1 / (1 + CLOSE)]).unsqueeze(1)
+        small = x.new_tensor([LITTLE, ftol, NOISE * eps, 2 * xtol, 2 * xtol**2]).unsqueeze(1)
+        return Rules(ftol, xtol, gtol, outside, small, lower, upper, D)
 
     def of(self, rows: Tensor) -> Rules:
         tensors = {name: getattr(self, name) for name in ("lower", "upper", "D")}
@@ -62,10 +86,11 @@ class Fits:
     @staticmethod
     def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
         f = residuals(x)
-        counts: dict[str, Any] = {
-            name: torch.zeros(len(x), dtype=torch.int64, device=x.device)
-            for name in ("settled", "stalled", "limited", "still", "shortened", "nfev", "njev")
-        }
+        b = len(x)
+        λ, offset = x.new_zeros(2, b).unbind(0)
+        settled, stalled, limited, still, shortened, status, nfev, njev = torch.zeros(
+            8, b, dtype=torch.int64, device=x.device
+        ).unbind(0)
         return Fits(
             x=x,
             f=f,
@@ -73,11 +98,17 @@ class Fits:
             D=torch.zeros_like(x) if rules.D is None else rules.D,
             last=torch.zeros_like(x),
             cost=loss.cost(f),
-            radius=x.new_zeros(len(x)),
-            λ=x.new_zeros(len(x)),
-            offset=x.new_full((len(x),), torch.inf),
-            status=torch.full((len(x),), RUNNING, device=x.device),
-            **counts,
+            radius=torch.full_like(λ, torch.inf),
+            λ=λ,
+            offset=offset,
+            settled=settled,
+            stalled=stalled,
+            limited=limited,
+            still=still,
+            shortened=shortened,
+            status=status.fill_(RUNNING),
+            nfev=nfev,
+            njev=njev,
         )
 
     def of(self, rows: Tensor) -> Fits:
@@ -85,11 +116,10 @@ class Fits:
         tensors: dict[str, Any] = {name: t[rows] for name, t in vars(self).items() if isinstance(t, Tensor)}
         return Fits(**tensors, any_settled=self.any_settled, any_limited=self.any_limited)
 
-    def put(self, rows: Tensor, others: Fits) -> None:
-        """Write these fits into those rows."""
-        for name, t in vars(self).items():
-            if isinstance(t, Tensor):
-                t[rows] = getattr(others, name)
+    def put(self, where: Tensor, others: Fits, rows: Tensor) -> None:
+        """Write where those rows of other fits have ended."""
+        for name in _RESULT:
+            getattr(self, name)[where] = getattr(others, name)[rows]
 
     def stop(self, where: Tensor, status: Tensor | int) -> None:
         """Of two rules that stop a fit, the first one counts."""

@@ -9,14 +9,13 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.fit.fits import Fits, Rules
-from natgrad.linalg import TriangularLeastSquares, svd
+from natgrad.accelerate.temporaries import by_columns
+from natgrad.fit.fits import CLOSE, NOISE, Fits, Rules
+from natgrad.linalg import svd
 
-_CLOSE = 0.1  # relative error of ‖Dδ‖ = radius
 _GRID = 24  # numbers between the bounds of λ
 _LEAST = 1e-14  # of the upper bound of λ: the lower bound
 _NEWTON = 1  # steps for λ
-_NOISE = 4  # in units of the machine epsilon: what a cost may be off by
 
 Limited: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # p, ‖p‖, λ, and what the cost falls by in the model
 Spectrum: TypeAlias = tuple[Tensor, Tensor, Tensor]  # s², s∘Uᵀz and Vᵀ of R = U diag(s) Vᵀ
@@ -24,21 +23,79 @@ Step: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor]  # the same; with
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
+class TriangularLeastSquares:
+    """min ‖Jp + r‖² for J [* m n] and r [* m], as ‖Rp + z‖² plus a constant, with the QR factors of J = QR and z = Qᵀr.
+
+    JᵀJ, whose condition number is that of J squared, is formed nowhere (Björck 1996). R [* k n] and z [* k] have
+    k = min(m, n) rows, so that any number of damped steps costs n³ each, whatever m is. More unknowns than residuals
+    and columns of zeros need damping, and nothing else.
+
+    >>> J, r = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]), torch.tensor([-2.0, -4.0, 5.0])
+    >>> TriangularLeastSquares.of(J, r).damped(torch.full((2,), 1e-3))  # of all minima, nearly the shortest
+    tensor([1.5000, 1.5000])
+    """
+
+    R: Tensor
+    z: Tensor
+
+    @staticmethod
+    def of(J: Tensor, r: Tensor) -> TriangularLeastSquares:
+        """One QR of [J r]: its last column is z, so that Q is not formed either."""
+        m, n = J.shape[-2:]
+        if J.ndim == 3 and m >= n and by_columns(len(J), n):
+            triangle = _gram_schmidt(torch.cat([J.movedim(-1, 0), r.unsqueeze(0)]))
+        else:
+            triangle = torch.linalg.qr(torch.cat([J.mT, r.unsqueeze(-2)], -2).mT, mode="r").R  # LAPACK goes by columns
+        return TriangularLeastSquares(triangle[..., : min(m, n), :-1], triangle[..., : min(m, n), -1])
+
+    def damped(self, d: Tensor) -> Tensor:
+        """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""
+        k, n = self.R.shape[-2:]
+        both = self.R.new_zeros(*self.z.shape[:-1], k + n, n + 1)
+        both[..., :k, :n], both[..., :k, n] = self.R, self.z
+        both[..., k:, :n].diagonal(dim1=-2, dim2=-1).copy_(d)
+        triangle = torch.linalg.qr(both, mode="r").R
+        return TriangularLeastSquares(triangle[..., :n, :n], triangle[..., :n, n]).undamped()
+
+    def undamped(self) -> Tensor:
+        """p = −R⁻¹z, the Gauss–Newton step: not finite where R is singular, and with m < n there is none."""
+        return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
+
+
+def _gram_schmidt(columns: Tensor) -> Tensor:
+    """R [b k k] of the QR of b matrices from their columns [k b m], which are used up, in all of them at once.
+
+    Modified Gram–Schmidt on [J r] finds least-squares solutions as accurately as Householder's QR (Björck 1996).
+    """
+    k, b, _ = columns.shape
+    R = columns.new_zeros(k, k, b)
+    for i, column in enumerate(columns.unbind(0)):
+        R[i, i] = norm = torch.linalg.vector_norm(column, dim=-1)
+        q = column / torch.where(norm > 0, norm, 1.0).unsqueeze(-1)
+        R[i, i + 1 :] = along = (columns[i + 1 :] * q).sum(-1)
+        columns[i + 1 :] -= along.unsqueeze(-1) * q
+    return R.permute(2, 1, 0).contiguous().mT  # by columns, as that of LAPACK
+
+
+@final
+@dataclass
 class Linearised:
-    """min ‖J D⁻¹p + f‖ at x over the free unknowns, as ‖Rp + z‖."""
+    """min ‖Jδ + f‖ at x, as ‖Rδ + z‖; p = Dδ over the unknowns that are free."""
 
     D: Tensor  # [b n]
-    gauss_newton: Tensor  # its shortest minimum [b n]
-    norm: Tensor  # ‖p‖ of that [b]
+    shortest: Tensor  # δ, the shortest Dδ of all minima [b n]
+    norm: Tensor  # its length ‖Dδ‖ [b]
     tangent: Tensor  # ‖QQᵀf‖ [b]; NaN where J is not finite
     size: Tensor  # ‖Dx‖
     unit: Tensor  # ‖D‖
     length: Tensor  # ‖f‖
-    rounding: Tensor  # what the cost may change by rounding
-    problem: TriangularLeastSquares
-    free: Tensor | None  # the unknowns that are not at a bound that the gradient pushes against [b n]
-    decomposed: Spectrum | None  # of R, where a pivot is rounding or unknowns are at bounds
+    norms: Tensor  # ‖Jᵢ‖ [b n]
+    x: Tensor
+    QR: TriangularLeastSquares
+    free: Tensor | None = None  # the unknowns that are not at a bound that the gradient pushes against [b n]
+    decomposed: Spectrum | None = None  # of R D⁻¹, where a pivot is rounding or unknowns are at bounds
+    inside: bool = False  # whether all shortest minima are inside of their regions, and none meets gtol
 
     @staticmethod
     def at(f: Tensor, J: Tensor, fits: Fits, rules: Rules) -> Linearised:
@@ -48,38 +105,61 @@ class Linearised:
         norms = torch.linalg.vector_norm(QR.R, dim=-2)  # of the columns of J
         if rules.D is None:
             D = D.maximum(norms)
-        problem, free = TriangularLeastSquares(QR.R / D.unsqueeze(-2), QR.z), None
-        m, n = J.shape[-2:]
-        regular = rules.lower is None and m >= n and _is_regular(problem.R)
-        if not regular and rules.D is None:
+        length, free = (2 * fits.cost).sqrt(), None
+        if rules.lower is None and J.shape[-2] >= J.shape[-1]:
+            low, high = torch.aminmax((QR.R.diagonal(dim1=-2, dim2=-1) / norms).abs(), dim=-1)
+            δ = QR.undamped()
+            norm, tangent, size, unit = _norms(D * δ, QR.z, D * x, D)
+            inside = _exceed((low, tangent, fits.radius), (high, length, norm), rules.outside)
+            if inside or _exceed((low,), (high,), rules.outside[:1]):  # no pivot is rounding
+                return Linearised(D, δ, norm, tangent, size, unit, length, norms, x, QR, inside=inside)
+        if rules.D is None:
             D = torch.where(D > 0, D, 1.0)
-            problem = TriangularLeastSquares(QR.R / D.unsqueeze(-2), QR.z)
-        vectors, length = (D * x, D, norms * x), (2 * fits.cost).sqrt()
-        if regular:
-            step = problem.undamped()
-            norm, tangent, *sizes = _norms(step, problem.z, *vectors)
-            return Linearised(D, step, norm, tangent, *_sizes(sizes, length), problem, None, None)
         if rules.lower is not None and rules.upper is not None:
-            g = (problem.R.mT @ problem.z.unsqueeze(-1)).squeeze(-1)
+            g = (QR.R.mT @ QR.z.unsqueeze(-1)).squeeze(-1)
             free = ~(((x <= rules.lower) & (g > 0)) | ((x >= rules.upper) & (g < 0)))
-            problem = TriangularLeastSquares(problem.R * free.unsqueeze(-2), problem.z)
-        step, inside, spectrum = _pseudo_inverse(problem)
-        norm, *sizes = _norms(step, *vectors)
-        tangent = torch.linalg.vector_norm(inside, dim=-1)
-        return Linearised(D, step, norm, tangent, *_sizes(sizes, length), problem, free, spectrum)
+        p, reached, spectrum = _pseudo_inverse(_scaled(QR, D, free))
+        norm, size, unit = _norms(p, D * x, D)
+        tangent = torch.linalg.vector_norm(reached, dim=-1)
+        return Linearised(D, p / D, norm, tangent, size, unit, length, norms, x, QR, free, spectrum)
+
+    def gains(self, actual: Tensor, cost: Tensor, rules: Rules) -> bool:
+        """Whether every whole step lowers the cost by a quarter of the promise, far from what stops a fit."""
+        terms = self.size if rules.D is None else self.terms  # which are smaller
+        beside = self.promise, cost, self.length * (self.length + terms), self.size, self.unit
+        return _exceed((actual, self.promise, self.promise, self.norm, self.norm), beside, rules.small)
 
     @cached_property
     def promise(self) -> Tensor:
         """What the cost falls by in the linear model without damping."""
         return 0.5 * self.tangent.square()
 
+    @cached_property
+    def terms(self) -> Tensor:
+        """√Σ (‖Jᵢ‖xᵢ)², the size of the terms whose sums residuals are."""
+        return torch.linalg.vector_norm(self.norms * self.x, dim=-1)
+
+    @cached_property
+    def rounding(self) -> Tensor:
+        """What the cost may change by rounding."""
+        return NOISE * torch.finfo(self.length.dtype).eps * self.length * (self.length + self.terms)
+
+    @cached_property
+    def problem(self) -> TriangularLeastSquares:
+        """‖R D⁻¹p + z‖ over the unknowns that are free."""
+        return _scaled(self.QR, self.D, self.free)
+
     def of(self, rows: Tensor) -> Linearised:
         """Those of some of the fits."""
-        problem = TriangularLeastSquares(self.problem.R[rows], self.problem.z[rows])
+        tensors: dict[str, Any] = {
+            e.name: None if t is None else t[rows]
+            for e in fields(self)
+            if e.name not in ("QR", "decomposed", "inside")
+            for t in (getattr(self, e.name),)
+        }
+        QR = TriangularLeastSquares(self.QR.R[rows], self.QR.z[rows])
         spectrum = None if self.decomposed is None else tuple(t[rows] for t in self.decomposed)
-        rest = {e.name: getattr(self, e.name) for e in fields(self) if e.name not in ("problem", "decomposed")}
-        tensors: dict[str, Any] = {name: None if t is None else t[rows] for name, t in rest.items()}
-        return Linearised(problem=problem, decomposed=spectrum, **tensors)  # type: ignore[arg-type]
+        return Linearised(QR=QR, decomposed=spectrum, inside=self.inside, **tensors)  # type: ignore[arg-type]
 
     @cached_property
     def offset(self) -> Tensor:
@@ -87,15 +167,17 @@ class Linearised:
         return self.tangent / self.length.clamp(min=torch.finfo(self.length.dtype).tiny)
 
     def within(self, radius: Tensor) -> Step:
-        """p = −(RᵀR + λ)⁻¹Rᵀz with ‖p‖ ≤ radius."""
-        inside = self.norm <= (1 + _CLOSE) * radius
+        """δ = D⁻¹p, p = −(RᵀR + λ)⁻¹Rᵀz of the scaled R, with ‖p‖ ≤ radius."""
+        if self.inside:
+            return self.shortest, self.norm, None, self.promise
+        inside = self.norm <= (1 + CLOSE) * radius
         if bool(inside.all()):
-            return self.gauss_newton, self.norm, None, self.promise
+            return self.shortest, self.norm, None, self.promise
         rows = (~inside).nonzero().squeeze(-1)
         if len(rows) == len(radius):
             return self._on_sphere(radius)
         limited = self.of(rows)._on_sphere(radius[rows])
-        every = self.gauss_newton, self.norm, torch.zeros_like(radius), self.promise
+        every = self.shortest, self.norm, torch.zeros_like(radius), self.promise
         return tuple(a.index_copy(0, rows, b) for a, b in zip(every, limited, strict=True))  # type: ignore[return-value]
 
     @cached_property
@@ -108,7 +190,7 @@ class Linearised:
     def _on_sphere(self, radius: Tensor) -> Limited:
         squares, loads, Vt = self._spectrum
         λ, t, norm = _secular(squares, loads, radius)
-        return -(t.unsqueeze(-2) @ Vt).squeeze(-2), norm, λ, (t * (loads - 0.5 * squares * t)).sum(-1)
+        return -(t.unsqueeze(-2) @ Vt).squeeze(-2) / self.D, norm, λ, (t * (loads - 0.5 * squares * t)).sum(-1)
 
     def measured(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """‖p‖, and what the cost falls by in the model, −⟨Rp, z + ½Rp⟩, of any p."""
@@ -126,12 +208,12 @@ class Linearised:
         damped = (squares + fits.λ.unsqueeze(-1)).clamp(min=torch.finfo(squares.dtype).tiny)
         return -(((pulled.unsqueeze(-2) @ Vt.mT) / damped.unsqueeze(-2)) @ Vt).squeeze(-2)
 
-    def in_box(self, p: Tensor, x: Tensor, λ: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
-        """The step in the box, and where it leads."""
+    def in_box(self, δ: Tensor, x: Tensor, λ: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+        """p = Dδ of the step in the box, and where it leads."""
         assert rules.lower is not None
         assert rules.upper is not None
         assert self.free is not None
-        low, high = (rules.lower - x) * self.D, (rules.upper - x) * self.D
+        p, low, high = δ * self.D, (rules.lower - x) * self.D, (rules.upper - x) * self.D
         root, free = λ.sqrt().clamp(min=p.shape[-1] * torch.finfo(p.dtype).eps).unsqueeze(-1), self.free
         R, z = self.problem.R, self.problem.z
         for _ in range(p.shape[-1]):
@@ -142,7 +224,7 @@ class Linearised:
             free = free & inside
             held = torch.where(free, 0.0, put)
             rest = TriangularLeastSquares(R * free.unsqueeze(-2), z + (R @ held.unsqueeze(-1)).squeeze(-1))
-            p = torch.where(free, rest.damped(torch.where(free, root, 1.0)).step, held)
+            p = torch.where(free, rest.damped(torch.where(free, root, 1.0)), held)
         p = p.clamp(low, high)
         trial = torch.where(p <= low, rules.lower, torch.where(p >= high, rules.upper, x + p / self.D))
         return p, trial.clamp(rules.lower, rules.upper)
@@ -152,16 +234,14 @@ def _norms(*vectors: Tensor) -> tuple[Tensor, ...]:
     return torch.linalg.vector_norm(torch.stack(vectors), dim=-1).unbind(0)
 
 
-def _sizes(norms: list[Tensor], length: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """‖Dx‖, ‖D‖, ‖f‖, and what the cost may change by rounding of the terms Jᵢxᵢ, whose sums residuals are."""
-    size, unit, terms = norms
-    return size, unit, length, _NOISE * torch.finfo(length.dtype).eps * length * (length + terms)
+def _exceed(large: tuple[Tensor, ...], small: tuple[Tensor, ...], factors: Tensor) -> bool:
+    """Whether every number is larger than its factor times the other, in all fits: one answer of the device."""
+    return bool((torch.stack(large) > torch.stack(small) * factors).all())
 
 
-def _is_regular(R: Tensor) -> bool:
-    """Whether no pivot is rounding, in any of the fits."""
-    low, high = torch.aminmax(R.diagonal(dim1=-2, dim2=-1).abs(), dim=-1)
-    return bool((low > R.shape[-1] * torch.finfo(R.dtype).eps * high).all())
+def _scaled(QR: TriangularLeastSquares, D: Tensor, free: Tensor | None) -> TriangularLeastSquares:
+    R = QR.R / D.unsqueeze(-2)
+    return TriangularLeastSquares(R if free is None else R * free.unsqueeze(-2), QR.z)
 
 
 def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,13 +71,13 @@ class RobustLoss:
     def cost(self, f: Tensor) -> Tensor:
         """[*] of residuals f [* m]."""
         if self.rho is None:
-            return 0.5 * (f * f).sum(-1)
+            return 0.5 * torch.linalg.vecdot(f, f)
         return 0.5 * self.scale**2 * self.rho((f / self.scale).square())[0].sum(-1)
 
     def decrease(self, here: Tensor, there: Tensor) -> Tensor:
         """The cost here less that there [*], term by term: the difference of two sums would be rounding."""
         if self.rho is None:
-            return 0.5 * ((here - there) * (here + there)).sum(-1)
+            return 0.5 * torch.linalg.vecdot(here - there, here + there)
         a, b = (self.rho((f / self.scale).square())[0] for f in (here, there))
         return 0.5 * self.scale**2 * (a - b).sum(-1)
 

@@ -45,7 +45,7 @@ class _Calls:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class _Evaluation:
     """The residuals at x, and their derivative as u ↦ Jᵀu."""
 
@@ -65,7 +65,7 @@ class _Evaluation:
             end = function(leaf)
 
         def pull_back(u: Tensor) -> Tensor:
-            return torch.autograd.grad(end, leaf, u, retain_graph=True, materialize_grads=True)[0]
+            return torch.autograd.grad((end,), (leaf,), (u,), retain_graph=True, materialize_grads=True)[0]
 
         return _Evaluation(x, end.detach().reshape(len(x), -1), leaf, end, pull_back)
 
@@ -354,12 +354,12 @@ class ResidualFunction:
 
     def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
         eps = torch.finfo(x.dtype).eps
-        d = x * x.new_tensor([eps**0.4 * math.sin(k * k) for k in range(1, x.shape[-1] + 1)])
-        moved = self.whole(x + d)
+        share = x.new_tensor([math.sin(k * k) for k in range(1, x.shape[-1] + 1)])
+        moved = self.whole(torch.addcmul(x, x, share, value=eps**0.4))
         true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
-        off = (true - r - (J @ d.unsqueeze(-1)).squeeze(-1)).abs()
-        terms = (J.abs() @ x.abs().unsqueeze(-1)).squeeze(-1)
-        return bool((off <= _CURVED * eps**0.4 * terms + _NOISE * eps * r.abs()).all())
+        terms = J * x.unsqueeze(-2)
+        off = (true - r).sub_((terms * share).sum(-1), alpha=eps**0.4).abs_()
+        return bool((off <= _CURVED * eps**0.4 * terms.abs_().sum(-1) + _NOISE * eps * r.abs()).all())
 
     def one(self, x: Tensor, *args: Any) -> Tensor:
         """r [m] of one fit, from all unknowns x [n]."""
@@ -382,18 +382,14 @@ class ResidualFunction:
 
         Up to rounding: of r, that of the terms of which residuals are differences, |J||x| or more.
         """
-        b, m, n = J.shape
-        u = torch.arange(1.0, b * m + 1, dtype=r.dtype, device=r.device).square_().sin_().view(b, m)
-        pulled = plain.pull(u.view_as(plain.end))
-        x = plain.leaf.detach()
-        if n < x.shape[-1]:
-            pulled, x = self.select(pulled), self.select(x)
+        b, m, _ = J.shape
+        u = torch.arange(1.0, m + 1, dtype=r.dtype, device=r.device).square_().sin_()
+        pulled = self.select(plain.pull(u.expand(b, -1).reshape(plain.end.shape)))
         rounding, sizes = _ROUNDING * torch.finfo(r.dtype).eps, J.abs()
-        terms = (sizes @ x.abs().unsqueeze(-1)).squeeze(-1) + r.abs()
-        off = (pulled - (u.unsqueeze(-2) @ J).squeeze(-2)).abs()
-        return bool(((plain.r - r).abs() <= rounding * terms).all()) and bool(
-            (off <= rounding * (u.abs().unsqueeze(-2) @ sizes).squeeze(-2)).all()
-        )
+        terms = (sizes * plain.x.abs().unsqueeze(-2)).sum(-1) + r.abs()
+        if not bool(((plain.r - r).abs() <= rounding * terms).all()):
+            return False
+        return bool(((pulled - u @ J).abs() <= rounding * (u.abs() @ sizes)).all())
 
 
 def _explained(error: RuntimeError) -> Exception:

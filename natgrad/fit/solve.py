@@ -95,7 +95,8 @@ def least_squares(
         _check_args(args, len(x))
     lower, upper = _box(bounds, residuals, x)
     eps = torch.finfo(x.dtype).eps
-    rules = Rules(
+    rules = Rules.like(
+        x,
         ftol=_tolerance(ftol, "ftol", eps),
         xtol=_tolerance(xtol, "xtol", eps),
         gtol=_tolerance(gtol, "gtol", eps),
@@ -159,7 +160,7 @@ def _result(
     return result
 
 
-def _watch(callback: Callable[..., Any] | None, residuals: ResidualFunction) -> Callable[[Fits], bool] | None:
+def _watch(callback: Callable[..., Any] | None, residuals: ResidualFunction) -> Callable[[Fits, int], bool] | None:
     """What calls ``callback`` after a step, as SciPy calls it, and tells whether it has raised StopIteration."""
     if callback is None:
         return None
@@ -169,13 +170,13 @@ def _watch(callback: Callable[..., Any] | None, residuals: ResidualFunction) -> 
         raise ValueError("callback sees the steps of one fit: leave out callback, or batch=True")
     takes_all = set(inspect.signature(callback).parameters) == {"intermediate_result"}
 
-    def watch(fits: Fits) -> bool:
+    def watch(fits: Fits, nit: int) -> bool:
         assert residuals.shape is not None
         x = residuals.unflatten(residuals.whole(fits.x))
         try:
             if takes_all:
                 cost, fun = fits.cost[0], fits.f.view(residuals.shape)
-                callback(intermediate_result=Iterate(x, cost, fun, int(fits.njev) - 1, residuals.calls))
+                callback(intermediate_result=Iterate(x, cost, fun, nit, residuals.calls))
             else:
                 callback(x)
         except StopIteration:

@@ -16,6 +16,7 @@ from natgrad.fit.fits import (
     FTOL,
     FTOL_XTOL,
     GTOL,
+    LITTLE,
     NOT_FINITE,
     RUNNING,
     STOPPED,
@@ -27,7 +28,8 @@ from natgrad.fit.linearised import Linearised
 from natgrad.fit.losses import RobustLoss
 from natgrad.fit.residual_function import ResidualFunction
 
-_FIRST = 0.1  # of the size of x: the first trust region (Moré 1978: 0.1 to 100); of two peaks, a longer step mixes up
+_SURE = 0.1  # of the size of x: a longer first step is taken only if its model is right; it could mix up two peaks
+_RIGHT = 0.1  # how far the ratio of actual to predicted decrease may be from 1 where the model is right
 _LEAST_RADIUS = 1e-8  # of the first trust region, where the size of x, 1, is not known from x itself
 _LEAST_RATIO = 1e-4  # least ratio of actual to predicted decrease of a step that is taken
 _FALLS = 0.9  # of the least offset: a settled fit goes on while its offset falls so
@@ -46,7 +48,7 @@ def minimise(
     x: Tensor,
     loss: RobustLoss,
     rules: Rules,
-    watch: Callable[[Fits], bool] | None = None,
+    watch: Callable[[Fits, int], bool] | None = None,
 ) -> Fits:
     """Minimise the cost of every fit from x [b n] (Moré 1978): δ minimises ‖Jδ + f‖ where ‖Dδ‖ ≤ radius.
 
@@ -59,26 +61,30 @@ def minimise(
     """
     fits = whole = Fits.start(residuals, x, loss, rules)
     rows = torch.arange(len(x), device=x.device)
-    fits.stop(~(fits.cost < torch.inf), NOT_FINITE)
-    trial, taken = fits.x, None
+    if not bool((fits.cost < torch.inf).all()):
+        fits.stop(~(fits.cost < torch.inf), NOT_FINITE)
+    trial, taken, jacobians = fits.x, None, 0
     for step in count():
         if taken is None or bool(taken.any()):
             J = residuals.jacobian(trial)
             fits.J = J if taken is None else torch.where(taken.view(-1, 1, 1), J, fits.J)
-            fits.njev = fits.njev + 1
+            jacobians += 1
             model = Linearised.at(*loss.weighted(fits.f, fits.J), fits, rules)
             fits.D = model.D
-            if step and watch is not None and watch(fits):
+            if step and watch is not None and watch(fits, jacobians - 1):
                 fits.stop(fits.status == RUNNING, STOPPED)
             _judge(fits, model, rules)
+        else:
+            model.inside = False  # of the regions as they were
         if residuals.left <= 0:
             fits.stop(fits.status == RUNNING, EVALUATIONS)
         if fits.any_stopped:
             running = fits.status == RUNNING
             fits.nfev = torch.full_like(fits.nfev, residuals.calls)
+            fits.njev = torch.full_like(fits.njev, jacobians)
             if fits is not whole:
                 ended = (~running).nonzero().squeeze(-1)
-                whole.put(rows[ended], fits.of(ended))
+                whole.put(rows[ended], fits, ended)
             going = running.nonzero().squeeze(-1)
             if not len(going):
                 return whole
@@ -86,17 +92,18 @@ def minimise(
             residuals, rules = residuals.of(going), rules.of(going)
         if step == 0:
             # Where unknowns that matter are zero, x says nothing about its size
-            size = torch.where(model.size > 0, model.size.maximum(_LEAST_RADIUS * model.unit), model.unit)
-            fits.radius = _FIRST * size
+            fits.radius = torch.where(model.size > 0, model.size.maximum(_LEAST_RADIUS * model.unit), model.unit)
+            model.inside = False
         trial, taken = _step(residuals, fits, model, loss, rules, step)
     raise AssertionError  # count() has no end
 
 
 def _judge(fits: Fits, model: Linearised, rules: Rules) -> None:
     """Stop the fits that a rule stops where they are."""
-    if not bool((model.tangent > rules.gtol * model.length).all()):
-        fits.stop(model.tangent <= rules.gtol * model.length, GTOL)
-        fits.stop(model.tangent.isnan(), NOT_FINITE)
+    if not model.inside:
+        above = model.tangent > rules.gtol * model.length
+        if not bool(above.all()):
+            fits.stop(~above, torch.where(model.tangent.isnan(), NOT_FINITE, GTOL))
     if fits.any_settled:
         offset = model.offset
         falls, settled = offset <= _FALLS * fits.offset, fits.settled > 0
@@ -114,66 +121,66 @@ def _step(
     residuals: ResidualFunction, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, step: int
 ) -> tuple[Tensor, Tensor | None]:
     """Try one step of every fit: where it leads, and which fits take it; None: all do."""
-    eps, tiny = torch.finfo(fits.f.dtype).eps, torch.finfo(fits.f.dtype).tiny
-    p, norm, λ, predicted = model.within(fits.radius)
-    limited = None if λ is None else λ > 0
+    δ, norm, λ, predicted = model.within(fits.radius)
     fits.λ = torch.zeros_like(norm) if λ is None else λ
-    plain = fits.λ == 0 if fits.any_settled else None
-    if plain is not None:
-        stretch = _stretch(p, fits)
-        p, norm, predicted = stretch.unsqueeze(-1) * p, stretch * norm, stretch * (2 - stretch) * predicted
-        plain = plain & (stretch == 1)
+    stretch = _stretch(δ, fits) if fits.any_settled else None
+    if stretch is not None:
+        δ, norm, predicted = stretch.unsqueeze(-1) * δ, stretch * norm, stretch * (2 - stretch) * predicted
     if rules.lower is None:
-        δ = p / fits.D
         trial = fits.x + δ
     else:
-        p, trial = model.in_box(p, fits.x, fits.λ, rules)
+        p, trial = model.in_box(δ, fits.x, fits.λ, rules)
         norm, predicted = model.measured(p)
         δ = p / fits.D
     f = residuals(trial)
-    actual = loss.decrease(fits.f, f).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    actual = loss.decrease(fits.f, f)
+    if model.inside and not fits.any_settled and model.gains(actual, fits.cost, rules):  # as most steps are
+        if fits.any_limited:
+            fits.any_limited, fits.limited, fits.still = False, fits.settled, fits.settled  # zeros
+        fits.x, fits.f, fits.cost, fits.radius = trial, f, loss.cost(f), _grown(norm, actual, predicted)
+        return trial, None
+    eps, tiny = torch.finfo(f.dtype).eps, torch.finfo(f.dtype).tiny
+    actual = actual.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
     small = (rules.ftol * fits.cost).maximum(model.rounding)
-    if limited is not None:
+    limited = fits.λ > 0
+    if λ is not None or fits.any_limited:
+        fits.any_limited = λ is not None
         fits.limited = (fits.limited + 1) * limited
         if step + 1 >= _CRAWLS and rules.lower is None and loss.rho is None and residuals.left > 0:
             crawls = (fits.limited >= _CRAWLS) & (actual > -torch.inf)
             if bool(crawls.any()):
-                f, trial, actual = _bend(residuals, fits, model, trial, f, actual, _BENT * norm, crawls)
+                f, trial, actual = _bend(residuals, fits, model, loss, trial, f, actual, _BENT * norm, crawls)
         fits.still = (fits.still + 1) * ((predicted.maximum(actual.abs()) <= small) & limited)
         if rules.ftol > 0 and step >= _STILL:
             fits.stop(fits.still >= _STILL, FTOL)
-    elif fits.any_limited:
-        fits.limited, fits.still = torch.zeros_like(fits.limited), torch.zeros_like(fits.still)
-    fits.any_limited = limited is not None
 
     ratio = actual / predicted.clamp(min=tiny)
     # What the cost falls by without damping: with enough of it any step gains little
     by_f = model.promise.maximum(actual.abs()) <= small
     by_x = norm <= rules.xtol * model.size.add(model.unit, alpha=rules.xtol)
     met = by_f | by_x
-    radius = torch.where((ratio - 1).abs() <= 0.1, 10 * norm, 2 * norm)
-    if limited is not None:
-        radius = torch.where((ratio >= 0.75) | ~limited, radius, fits.radius)
-    if not fits.any_settled and bool(((ratio > 0.25) & ~met).all()):  # as most steps are
-        fits.x, fits.f, fits.cost, fits.radius = trial, f, loss.cost(f), radius
-        return trial, None
-    taken, poor = ratio > _LEAST_RATIO, ratio <= 0.25
-    if plain is not None or bool(met.any()):
-        if plain is None:
-            fits.any_settled, fits.offset, plain = True, model.offset, fits.λ == 0
+    radius = torch.where((ratio >= 0.75) | ~limited, _grown(norm, actual, predicted), fits.radius)
+    taken, poor = ratio > _LEAST_RATIO, ratio <= LITTLE
+    if fits.any_settled or bool(met.any()):
+        if not fits.any_settled:
+            fits.any_settled, fits.offset = True, model.offset
         both = FTOL_XTOL if rules.ftol > 0 else XTOL  # without ftol, by_f is rounding
         settled, rule = fits.settled > 0, torch.where(by_f, torch.where(by_x, both, FTOL), XTOL * by_x)
         fits.settled = torch.where(settled, fits.settled, rule)
         settled = fits.settled > 0
         taken = taken | (settled & (actual >= -model.rounding))
         poor = poor & ~(taken & (predicted <= model.rounding))  # rounding errors are no reason for a smaller region
-        fits.last = torch.where((taken & plain).unsqueeze(-1), δ, 0.0)
+        plain = taken & ~limited if stretch is None else taken & ~limited & (stretch == 1)
+        fits.last = torch.where(plain.unsqueeze(-1), δ, 0.0)
     if bool(poor.any()):
         # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
         least = eps**2 * (model.size + eps * model.unit)
         # A settled fit has no patience for the same step again, which a region that still holds it would lead to
         reach = fits.radius.minimum(torch.where(fits.settled > 0, norm, 10 * norm))
         radius = torch.where(poor, (torch.where(actual < 0, 0.25, 0.5) * reach).maximum(least), radius)
+    if step == 0:
+        unsure = (norm > 1.1 * _SURE * fits.radius) & ((ratio - 1).abs() > _RIGHT)
+        taken, radius = taken & ~unsure, torch.where(unsure, _SURE * fits.radius, radius)
     fits.radius = radius
     if bool(taken.all()):
         fits.x, fits.f, fits.cost = trial, f, loss.cost(f)
@@ -188,10 +195,16 @@ def _step(
     return trial, taken
 
 
+def _grown(norm: Tensor, actual: Tensor, predicted: Tensor) -> Tensor:
+    """The region after a good step: twice as long as that, or ten times, if the model is right."""
+    return torch.where((actual - predicted).abs() <= _RIGHT * predicted, 10 * norm, 2 * norm)
+
+
 def _bend(
     residuals: ResidualFunction,
     fits: Fits,
     model: Linearised,
+    loss: RobustLoss,
     trial: Tensor,
     f: Tensor,
     actual: Tensor,
@@ -206,7 +219,7 @@ def _bend(
         return f, trial, actual
     around = trial + bend / fits.D
     beside = residuals(around)
-    gain = 0.5 * ((fits.f - beside) * (fits.f + beside)).sum(-1)
+    gain = loss.decrease(fits.f, beside)
     bent = crawls & (gain > actual)
     fits.limited = torch.where(crawls & ~bent, 0, fits.limited)  # it is not for a bend that the fit crawls
     if bool(bent.all()):
@@ -215,14 +228,17 @@ def _bend(
     return torch.where(rows, beside, f), torch.where(rows, around, trial), torch.where(bent, gain, actual)
 
 
-def _stretch(p: Tensor, fits: Fits) -> Tensor:
-    """1/(1 − q) for a settled fit: in the end steps fall by one factor q, and p/(1 − q) is the sum of all to come.
+def _stretch(δ: Tensor, fits: Fits) -> Tensor | None:
+    """1/(1 − q) for a settled fit: in the end steps fall by one factor q, and δ/(1 − q) is the sum of all to come.
 
-    q is the part of p along the last step, if that was not stretched itself (Aitken 1926). Where large residuals bend
+    q is the part of Dδ along the last step, if that was not stretched itself (Aitken 1926). Where large residuals bend
     away from the model, steps swing, with q < 0, and grow if q < −1: then this is what makes them fall.
+    None: for no fit.
     """
     last = fits.D * fits.last
-    q = (p * last).sum(-1) / last.square().sum(-1)  # NaN, which no comparison holds for, without a last step
+    q = (fits.D * δ * last).sum(-1) / last.square().sum(-1)  # NaN, which no comparison holds for, without a last step
     low, high = _FACTORS
-    steady = (fits.settled > 0) & (fits.λ == 0) & (q.abs() > _STEADY) & (q > low) & (q < high)
-    return torch.where(steady, 1 / (1 - q.clamp(max=high)), 1.0)
+    steady = (q > low) & (q < high) & (q.abs() > _STEADY)
+    if not bool(steady.any()):
+        return None
+    return 1 / (1 - torch.where(steady & (fits.settled > 0) & (fits.λ == 0), q, 0.0))
