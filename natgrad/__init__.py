@@ -27,7 +27,6 @@ from natgrad.fit import CurveFit as CurveFit
 from natgrad.fit import FitResult as FitResult
 from natgrad.fit import GaussNewton as GaussNewton
 from natgrad.fit import LeastSquares as LeastSquares
-from natgrad.fit import LeastSquaresResult as LeastSquaresResult
 from natgrad.fit import Residuals as Residuals
 from natgrad.fit import curve_fit as curve_fit
 from natgrad.fit import least_squares as least_squares

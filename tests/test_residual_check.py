@@ -93,7 +93,7 @@ def test_a_network_with_one_dead_layer_below_a_bias_is_fitted() -> None:
     net = nn.Sequential(dead(nn.ReLU()), nn.Linear(1, 1).double())
     residuals = ng.Residuals(lambda net, x, y: net(x) - y, (COLUMN, ROW[:, None]))
     result = ng.LeastSquares(residuals, net).solve(max_steps=20)
-    assert result.loss == pytest.approx(float(0.5 * (ROW - ROW.mean()).square().mean()))
+    assert float(result.cost) == pytest.approx(float(0.5 * (ROW - ROW.mean()).square().mean()))
 
 
 @pytest.mark.parametrize("flat", [torch.relu, lambda z: z.clamp(min=0)], ids=["relu", "clamp"])

@@ -56,7 +56,7 @@ def fitted(seed: int, *, steps: int = 150) -> dict[str, float]:
     result = ng.LeastSquares(residuals, rod).solve(max_steps=steps)
     bar = float(result.covariance_of("kappa", variance=1.0).sqrt())
     κ = rod.kappa.item()
-    return {"seed": seed, "kappa": κ, "bar": bar, "in units of the bar": (κ - KAPPA) / bar, "loss": result.loss}
+    return {"seed": seed, "kappa": κ, "bar": bar, "in units of the bar": (κ - KAPPA) / bar, "loss": float(result.cost)}
 
 
 def summary(results: Path = RESULTS) -> dict[str, float]:

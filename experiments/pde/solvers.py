@@ -50,7 +50,7 @@ class OfLeastSquares(Stepper):
             share = max(_cosine(fraction), 1e-6)
             self.problem.lr = self.rate * share
             self.problem.rule = replace(self.problem.rule, norm=self.longest * share)
-        return self.problem.step().loss
+        return self.problem.step().cost
 
     def state(self) -> dict[str, Any]:
         return self.problem.state_dict()

@@ -50,7 +50,7 @@ class CurveFit:
 
     def __call__(self, xdata: Any) -> Tensor:
         """The curve at other points."""
-        return self._at(self.fit.residuals.flatten(self.x), xdata)
+        return self._at(self.fit.unknowns.flatten(self.x), xdata)
 
     def band(self, xdata: Any, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Between which two curves the true one is, at each point by itself with the probability ``level``.
@@ -61,27 +61,27 @@ class CurveFit:
         """
         if not 0 < level < 1:
             raise ValueError(f"level must be a probability between 0 and 1, got {level}")
-        residuals, x = self.fit.residuals, self.fit.residuals.flatten(self.x).detach()
+        unknowns, x = self.fit.unknowns, self.fit.unknowns.flatten(self.x).detach()
         xdata = _points(xdata, x)
 
         def one(x: Tensor) -> Tensor:
-            return self.function(xdata, residuals.unflatten_one(x))
+            return self.function(xdata, unknowns.named(x))
 
         y = torch.vmap(one)(x)
         J = torch.vmap(torch.func.jacfwd(one))(x)
-        g = residuals.select(J.reshape(len(x), y[0].numel(), -1))  # [b points n]
-        C = self.covariance if residuals.batch else self.covariance.unsqueeze(0)
+        g = unknowns.select(J.reshape(len(x), y[0].numel(), -1))  # [b points n]
+        C = self.covariance if unknowns.batch else self.covariance.unsqueeze(0)
         root = ((g @ C) * g).sum(-1).clamp(min=0).sqrt().view_as(y)
-        m, n = self.fit.jac.shape[-2:]
+        m, n = self.fit.shape
         q = student_quantile(level, m - n) if self.fit.variance is None else _normal_quantile(level)
         low, high = y - q * root, y + q * root
-        return (low, high) if residuals.batch else (low[0], high[0])
+        return (low, high) if unknowns.batch else (low[0], high[0])
 
     def _at(self, x: Tensor, xdata: Any) -> Tensor:
-        residuals = self.fit.residuals
+        unknowns = self.fit.unknowns
         xdata = _points(xdata, x)
-        y = torch.stack([self.function(xdata, residuals.unflatten_one(each)) for each in x.unbind(0)])
-        return y if residuals.batch else y[0]
+        y = torch.stack([self.function(xdata, unknowns.named(each)) for each in x.unbind(0)])
+        return y if unknowns.batch else y[0]
 
     def __repr__(self) -> str:
         return f"CurveFit({self.fit!r})"

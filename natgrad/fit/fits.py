@@ -10,9 +10,7 @@ from torch import Tensor
 
 from natgrad.fit.losses import RobustLoss
 from natgrad.fit.residual_function import ResidualFunction
-
-RUNNING, STOPPED, NOT_FINITE = -1, -2, -3
-EVALUATIONS, GTOL, FTOL, XTOL, FTOL_XTOL = 0, 1, 2, 3, 4  # why a fit has stopped, as SciPy counts
+from natgrad.fit.result import Status
 
 CLOSE = 0.1  # relative error of ‖Dδ‖ = radius
 NOISE = 4  # in units of the machine epsilon: what a cost may be off by
@@ -87,28 +85,15 @@ class Fits:
     def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
         f = residuals(x)
         b = len(x)
-        λ, offset = x.new_zeros(2, b).unbind(0)
-        settled, stalled, limited, still, shortened, status, nfev, njev = torch.zeros(
-            8, b, dtype=torch.int64, device=x.device
-        ).unbind(0)
+        names = ("settled", "stalled", "limited", "still", "shortened", "status", "nfev", "njev")
+        counts: dict[str, Any] = {name: torch.zeros(b, dtype=torch.int64, device=x.device) for name in names}
+        counts["status"] += Status.RUNNING
+        zeros = x.new_zeros(b)
+        D = torch.zeros_like(x) if rules.D is None else rules.D
+        region = torch.full_like(zeros, torch.inf)
+        cost, J = loss.cost(f), f.new_empty(*f.shape, 0)
         return Fits(
-            x=x,
-            f=f,
-            J=f.new_empty(*f.shape, 0),
-            D=torch.zeros_like(x) if rules.D is None else rules.D,
-            last=torch.zeros_like(x),
-            cost=loss.cost(f),
-            radius=torch.full_like(λ, torch.inf),
-            λ=λ,
-            offset=offset,
-            settled=settled,
-            stalled=stalled,
-            limited=limited,
-            still=still,
-            shortened=shortened,
-            status=status.fill_(RUNNING),
-            nfev=nfev,
-            njev=njev,
+            x=x, f=f, J=J, D=D, last=torch.zeros_like(x), cost=cost, radius=region, λ=zeros, offset=region, **counts
         )
 
     def of(self, rows: Tensor) -> Fits:
@@ -123,5 +108,5 @@ class Fits:
 
     def stop(self, where: Tensor, status: Tensor | int) -> None:
         """Of two rules that stop a fit, the first one counts."""
-        self.status = torch.where(where & (self.status == RUNNING), status, self.status)
-        self.any_stopped = bool((self.status != RUNNING).any())
+        self.status = torch.where(where & (self.status == Status.RUNNING), status, self.status)
+        self.any_stopped = bool((self.status != Status.RUNNING).any())

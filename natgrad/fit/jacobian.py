@@ -33,23 +33,24 @@ _TRIANGULAR = 512  # parameters, up to which a QR is affordable in every step
 class ColumnSpectrum:
     """J = U diag(s) Vᵀ D, where D makes the columns of J D⁻¹ unit vectors: the rank does not depend on their units.
 
-    Singular values that are rounding are left out.
+    Singular values that are rounding are zeros. Columns that are not finite count as zeros.
     """
 
-    lengths: Tensor  # D [p]; 1 for columns of zeros
-    values: Tensor  # s [r]
-    vectors: Tensor  # V [p r]
+    lengths: Tensor  # D [* n]; 1 for columns of zeros
+    values: Tensor  # s [* k]
+    vectors: Tensor  # V [* n k]
 
     @staticmethod
     def of_rows(J: Tensor) -> ColumnSpectrum:
-        """From J [m p], by QR: JᵀJ would hide singular values below the root of the machine epsilon."""
-        rounding = max(J.shape) * torch.finfo(J.dtype).eps
-        lengths = _nonzero(J.double().norm(dim=0))
-        scaled = J.double() / lengths
-        triangle = torch.linalg.qr(scaled, mode="r").R if len(J) > J.shape[1] else scaled
-        _, s, Vt = svd(triangle, "the Jacobian")
-        regular = s > rounding * s[:1]
-        return ColumnSpectrum(lengths, s[regular], Vt[regular].T)
+        """From J [* m n], by QR: JᵀJ would hide singular values below the root of the machine epsilon."""
+        m, n = J.shape[-2:]
+        lengths = torch.linalg.vector_norm(J.double(), dim=-2)
+        regular = lengths.isfinite()
+        lengths = torch.where(regular & (lengths > 0), lengths, 1.0)
+        scaled = torch.where(regular.unsqueeze(-2), J, 0.0) / lengths.unsqueeze(-2)
+        _, s, Vt = svd(torch.linalg.qr(scaled, mode="r").R if m > n else scaled, "the Jacobian")
+        rounding = max(m, n) * torch.finfo(J.dtype).eps
+        return ColumnSpectrum(lengths, torch.where(s > rounding * s[..., :1], s, 0.0), Vt.mT)
 
     @staticmethod
     def of_square(G: Tensor, m: int) -> ColumnSpectrum:
@@ -57,20 +58,21 @@ class ColumnSpectrum:
         rounding = max(m, len(G)) * torch.finfo(G.dtype).eps
         lengths = _nonzero(G.double().diagonal().clamp(min=0).sqrt())
         squares, V = eigh(G.double() / lengths / lengths.unsqueeze(1), "JᵀJ")
-        regular = squares > rounding * squares[-1:]
-        return ColumnSpectrum(lengths, squares[regular].sqrt(), V[:, regular])
+        return ColumnSpectrum(lengths, torch.where(squares > rounding * squares[-1:], squares, 0.0).sqrt(), V)
 
     @property
-    def rank(self) -> int:
-        return len(self.values)
+    def rank(self) -> Tensor:
+        """[*]."""
+        return (self.values > 0).sum(-1)
 
     def undetermined(self) -> Tensor:
-        """Of every parameter [p], the share of a change that the residuals do not see."""
-        return 1 - self.vectors.square().sum(1)
+        """Of every unknown [* n], the share of a change that the residuals do not see."""
+        return 1 - (self.vectors * (self.values > 0).unsqueeze(-2)).square().sum(-1)
 
     def inverse_root(self) -> Tensor:
-        """B [p r] with the pseudo-inverse B Bᵀ of JᵀJ, on parameters that the residuals determine."""
-        return self.vectors / self.values / self.lengths.unsqueeze(1)
+        """B [* n k] with the pseudo-inverse B Bᵀ of JᵀJ, on unknowns that the residuals determine."""
+        inverse = torch.where(self.values > 0, 1 / self.values, 0.0)
+        return self.vectors * inverse.unsqueeze(-2) / self.lengths.unsqueeze(-1)
 
 
 def _nonzero(lengths: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class ResidualJacobian(ABC):
     def rank(self) -> int | None:
         """Of J, as ``spectrum`` has it."""
         spectrum = self.spectrum()
-        return None if spectrum is None else spectrum.rank
+        return None if spectrum is None else int(spectrum.rank)
 
     def removable(self, t: Tensor) -> float | None:
         """‖P t‖², P the projection on the range of J: what of ‖t‖² an undamped step removes, by the linear model.
@@ -174,7 +176,7 @@ class KernelJacobian(ResidualJacobian):
     def rank(self) -> int:
         """Where J does not fit into memory, from JJᵀ: singular values below the root of its rounding count as zero."""
         if self.rows_fit:
-            return self.spectrum().rank
+            return int(self.spectrum().rank)
         squares = eigvalsh(self.gram, "JJᵀ")
         rounding = max(self.gram.shape[0], self.rows.layout.size) * torch.finfo(squares.dtype).eps
         return int((squares > rounding * squares[-1:]).sum())

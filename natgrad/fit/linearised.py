@@ -151,15 +151,14 @@ class Linearised:
 
     def of(self, rows: Tensor) -> Linearised:
         """Those of some of the fits."""
-        tensors: dict[str, Any] = {
-            e.name: None if t is None else t[rows]
-            for e in fields(self)
-            if e.name not in ("QR", "decomposed", "inside")
-            for t in (getattr(self, e.name),)
-        }
-        QR = TriangularLeastSquares(self.QR.R[rows], self.QR.z[rows])
-        spectrum = None if self.decomposed is None else tuple(t[rows] for t in self.decomposed)
-        return Linearised(QR=QR, decomposed=spectrum, inside=self.inside, **tensors)  # type: ignore[arg-type]
+
+        def some(value: Any) -> Any:
+            if isinstance(value, TriangularLeastSquares):
+                return TriangularLeastSquares(value.R[rows], value.z[rows])
+            return tuple(t[rows] for t in value) if isinstance(value, tuple) else value[rows]
+
+        given = {e.name: getattr(self, e.name) for e in fields(self)}
+        return Linearised(**{name: v if v is None or name == "inside" else some(v) for name, v in given.items()})
 
     @cached_property
     def offset(self) -> Tensor:

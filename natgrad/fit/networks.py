@@ -6,19 +6,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.errors import IncompatibleError, SingularMetricError
-from natgrad.fit.jacobian import ColumnSpectrum, ResidualJacobian, jacobian_of, refuse_solver
+from natgrad.errors import IncompatibleError
+from natgrad.fit.jacobian import ResidualJacobian, jacobian_of, refuse_solver
+from natgrad.fit.residual_function import FlatUnknowns
 from natgrad.fit.residuals import Points, Residuals, classes_of
+from natgrad.fit.result import FitResult, Record, Status
 from natgrad.geometry import Covector, Vector, check_kind
-from natgrad.linalg import check_damping, is_number
+from natgrad.linalg import check_damping
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots, check_types
 from natgrad.pullbacks.pullback import Pullback
@@ -27,137 +27,16 @@ from natgrad.step.base import ResidualSpace, Step, StepContext, StepRule
 from natgrad.step.line_search import GeodesicSearch
 from natgrad.structures.base import Structure
 
-Status: TypeAlias = Literal["ftol", "xtol", "gtol", "loss", "stalled", "damped", "max_steps", "seconds", "stopped"]
-_Value = TypeVar("_Value")
 _DAMPING = 1e-3  # of the first step, relative to the mean eigenvalue of G that is not zero by counting rows
 _REFUSED = 3  # steps in a row
-_PROMISED = 1e3  # times ftol or xtol: the share of the loss that an undamped step may promise at a solution
-_REASONS: dict[str, str] = {
-    "ftol": "the loss changed by less than ftol of itself",
-    "xtol": "the step was shorter than xtol of the parameters",
-    "gtol": "the gradient is below gtol",
-    "loss": "the loss is at most the one that was asked for",
-    "stalled": "no step lowers the loss",
-    "damped": "damped steps hardly move, where an undamped one promises a lower loss: scale the parameters to similar "
-    "sizes, start elsewhere, or fit them by ng.least_squares",
-    "max_steps": "the number of steps is used up",
-    "seconds": "the time is used up",
-    "stopped": "the callback asked to stop",
-}
+_PROMISED = 1e3  # times ftol or xtol: the share of the cost that an undamped step may promise at a solution
 
 
-@final
-@dataclass(frozen=True)
-class Record:
-    """One step: ½‖r‖² and ‖Jᵀr‖∞ where it started, its length ‖δ‖, the λ from then on, and what the rule said."""
-
-    step: int
-    seconds: float
-    loss: float
-    gradient: float
-    length: float
-    damping: float
-    accepted: bool
-    reason: str
-    classes: Mapping[str, float]  # the share of every class in ``loss``
-
-
-def _formed(value: _Value | None) -> _Value:
-    """What was computed from J, if that was formed."""
-    if value is None:
-        raise IncompatibleError(
-            "the Jacobian is known by products only, so that it has no rank or covariance here: solve with "
-            "structure=Kernel() or Dense(), or raise memory="
-        )
-    return value
-
-
-@final
-@dataclass(frozen=True)
-class LeastSquaresResult:
-    """What ``LeastSquares.solve`` found. ``status`` names the rule that stopped it, ``message`` says it in words.
-
-    ``rank`` and ``covariance`` are computed from the Jacobian at the end, when they are asked for.
-    """
-
-    params: dict[str, Tensor] = field(repr=False)
-    loss: float
-    residuals: dict[str, Tensor] = field(repr=False)  # by class, [n *out], unscaled
-    status: Status
-    message: str
-    success: bool
-    steps: int
-    seconds: float
-    history: list[Record] = field(repr=False)
-    jacobian: ResidualJacobian = field(repr=False)
-
-    @cached_property
-    def _spectrum(self) -> ColumnSpectrum:
-        return _formed(self.jacobian.spectrum())
-
-    @cached_property
-    def rank(self) -> int:
-        """Of J [m p] at the end, its columns scaled to one length: how many combinations of the parameters count."""
-        return _formed(self.jacobian.rank())
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """m residuals and p parameters."""
-        return sum(r.numel() for r in self.residuals.values()), sum(t.numel() for t in self.params.values())
-
-    @cached_property
-    def covariance(self) -> Tensor:
-        """σ²(JᵀJ)⁻¹ [p p] of the parameters, in their order, with σ² = ‖r‖²/(m − p).
-
-        It is right where the scaled residuals are independent with one variance, which the weights of the classes must
-        bring about. Refused where the residuals do not determine the parameters.
-        """
-        m, p = self.shape
-        if self.rank < p:
-            raise SingularMetricError(
-                f"the residuals determine {self.rank} of {p} parameters at the solution, so that these have no "
-                "covariance: add residuals, or fix parameters"
-            )
-        if m <= p:
-            raise SingularMetricError(
-                f"{m} residuals for {p} parameters leave nothing to tell the variance from: add residuals"
-            )
-        return self._scaled(self._spectrum.inverse_root(), 2 * self.loss / (m - p))
-
-    def covariance_of(self, name: str, *, variance: float | None = None) -> Tensor:
-        """The covariance [q q] of one parameter, also where others are not determined: its block of σ²(JᵀJ)⁺.
-
-        ``variance``: σ², of the scaled residuals, where it is known; by default ‖r‖²/(m − rank). Refused where the
-        residuals do not determine this parameter: a change of it can be made up for by the others.
-        """
-        if name not in self.params:
-            raise ValueError(f"there is no parameter {name!r}: there are {', '.join(self.params)}")
-        m, spectrum = self.shape[0], self._spectrum
-        if variance is None and m <= spectrum.rank:
-            raise SingularMetricError(
-                f"{m} residuals and the rank {spectrum.rank} leave nothing to tell the variance from: give variance="
-            )
-        sizes = [t.numel() for t in self.params.values()]
-        at = list(self.params).index(name)
-        span = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
-        lost = float(spectrum.undetermined()[span].max())
-        if lost > 1e-6:
-            raise SingularMetricError(
-                f"the residuals do not determine {name}: {lost:.1g} of a change of it can be made up for by other "
-                "parameters"
-            )
-        σ2 = 2 * self.loss / (m - spectrum.rank) if variance is None else variance
-        return self._scaled(spectrum.inverse_root()[span], σ2)
-
-    def _scaled(self, root: Tensor, variance: float) -> Tensor:
-        """σ²BBᵀ, in the precision of the parameters."""
-        return (variance * (root @ root.T)).to(self.jacobian.operator.layout.dtype)
-
-    @property
-    def standard_errors(self) -> dict[str, Tensor]:
-        """The root of the diagonal of the covariance, parameter by parameter."""
-        errors = self.covariance.diagonal().sqrt().split([t.numel() for t in self.params.values()])
-        return {name: e.view_as(t) for (name, t), e in zip(self.params.items(), errors, strict=True)}
+def _asks_to_stop(callback: Callable[[Record], bool | None], record: Record) -> bool:
+    try:
+        return callback(record) is True
+    except StopIteration:
+        return True
 
 
 @final
@@ -181,7 +60,7 @@ class LeastSquares:
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     >>> x = torch.linspace(0, 1, 50).double()[:, None]
     >>> fit = ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - (6 * x).sin(), x), net)
-    >>> fit.solve(max_steps=100).loss < 1e-4
+    >>> bool(fit.solve(max_steps=100).cost < 1e-4)
     True
     """
 
@@ -218,6 +97,7 @@ class LeastSquares:
         self.last: Step | None = None
         self._model = self.classes[0].model
         self.velocity: Vector | None = None
+        self._evaluations = 0  # of the residuals
         self._logger = OnceLogger()
         self.rule.admit(self._model.params)
 
@@ -235,7 +115,7 @@ class LeastSquares:
         """The points of every class for a step."""
         return [each.residuals.draw() for each in self.classes]
 
-    def loss(self, points: Sequence[Points] | None = None) -> float:
+    def cost(self, points: Sequence[Points] | None = None) -> float:
         """½‖r‖² at the parameters, at new points unless they are given."""
         at = self.draw() if points is None else points
         return 0.5 * float(self._rows(self._point(), at).square().sum())
@@ -266,61 +146,60 @@ class LeastSquares:
         *,
         max_steps: int = 1000,
         seconds: float | None = None,
-        loss: float = 0.0,
+        cost: float = 0.0,
         ftol: float = 1e-12,
         xtol: float = 1e-12,
-        gtol: float = 1e-14,
+        gtol: float = 1e-8,
         callback: Callable[[Record], bool | None] | None = None,
-    ) -> LeastSquaresResult:
+    ) -> FitResult:
         """Step until a rule says to stop, and return where that was.
 
-        ``ftol``: the loss falls by less than this share of itself; ``xtol``: ‖δ‖ is less than this share of ‖θ‖;
-        ``gtol``: no entry of the gradient is larger. These three are for points that stay: with points that are drawn
-        for every step, two losses are not compared. ``loss``: enough. ``seconds``: of wall-clock time. ``callback``
-        sees every step, and stops by returning True.
+        ``ftol``: the cost falls by less than this share of itself; ``xtol``: ‖δ‖ is less than this share of ‖θ‖;
+        ``gtol``: the cosine between the residuals and the tangent space is at most this, as the steps tell it (their
+        ``offset``, which damping makes smaller). These three are for points that stay: with points that are drawn for
+        every step, two costs are not compared. ``cost``: enough. ``seconds``: of wall-clock time. ``callback`` sees
+        every step, and stops by returning True or raising StopIteration.
         """
         check_types(max_steps=(max_steps, Integral, "an integer"))
         if max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {max_steps}")
-        limits: dict[str, Any] = {"loss": loss, "ftol": ftol, "xtol": xtol, "gtol": gtol}
+        limits: dict[str, Any] = {"cost": cost, "ftol": ftol, "xtol": xtol, "gtol": gtol}
         if seconds is not None:
             limits["seconds"] = seconds
         for name, limit in limits.items():
-            if not is_number(limit) or not limit >= 0:
+            if not isinstance(limit, (int, float)) or not limit >= 0:
                 raise ValueError(f"solve({name}=…) must be a number ≥ 0, got {limit!r}")
         history: list[Record] = []
-        start = time.perf_counter()
+        start, self._evaluations = time.perf_counter(), 0
         status: Status | None = None
         while status is None:
             record = self._step(self.draw(), start)
-            status = self._stopped(record, history, loss, ftol, xtol, gtol)
+            status = self._stopped(record, history, cost, ftol, xtol, gtol)
             history.append(record)
-            if callback is not None and callback(record) is True:
-                status = status or "stopped"
-            if status is None and seconds is not None and time.perf_counter() - start >= seconds:
-                status = "seconds"
-            if status is None and len(history) == max_steps:
-                status = "max_steps"
-        return self._result(status, history, time.perf_counter() - start, max(ftol, xtol))
+            if callback is not None and _asks_to_stop(callback, record):
+                status = Status.STOPPED if status is None else status
+            spent = len(history) == max_steps or (seconds is not None and time.perf_counter() - start >= seconds)
+            status = Status.SPENT if status is None and spent else status
+        return self._result(status, history, max(ftol, xtol, gtol**2))
 
     def _stopped(
-        self, new: Record, history: Sequence[Record], loss: float, ftol: float, xtol: float, gtol: float
+        self, new: Record, history: Sequence[Record], cost: float, ftol: float, xtol: float, gtol: float
     ) -> Status | None:
-        if new.loss <= loss:
-            return "loss"
+        if new.cost <= cost:
+            return Status.COST
         if self.resampled:
             return None
-        if new.gradient <= gtol:
-            return "gtol"
+        if new.offset <= gtol:
+            return Status.GTOL
         if not new.accepted:
             if new.reason == "stationary":
-                return "ftol"
+                return Status.FTOL
             recent = [each.accepted for each in [*history, new][-_REFUSED:]]
-            return "stalled" if len(recent) == _REFUSED and not any(recent) else None
+            return Status.STALLED if len(recent) == _REFUSED and not any(recent) else None
         if new.length <= xtol * (xtol + self._size()):
-            return "xtol"
-        if history and history[-1].accepted and abs(history[-1].loss - new.loss) <= ftol * history[-1].loss:
-            return "ftol"
+            return Status.XTOL
+        if history and history[-1].accepted and abs(history[-1].cost - new.cost) <= ftol * history[-1].cost:
+            return Status.FTOL
         return None
 
     @staticmethod
@@ -337,38 +216,42 @@ class LeastSquares:
         enough = max(_PROMISED * tolerance, math.sqrt(eps)) * float(r.square().sum())
         return promised > enough and promised > 2 * eps * first
 
-    def _result(self, status: Status, history: list[Record], seconds: float, tolerance: float) -> LeastSquaresResult:
+    def _result(self, status: Status, history: list[Record], tolerance: float) -> FitResult:
         points = self.draw()
-        pullbacks = [each.pullback(x) for each, x in zip(self.classes, points, strict=True)]
+        pullbacks = self._pulled(points)
         J = self._jacobian(pullbacks)
-        r = self._stacked([pb.y for pb in pullbacks])
-        loss, dtype = 0.5 * float(r.square().sum()), r.dtype
-        if status in ("ftol", "xtol") and self._promises_more(J, r, history[0].loss, tolerance):
-            status = "damped"
-        if dtype != torch.float64 and status in ("ftol", "xtol", "stalled", "damped"):
+        r, params = self._stacked([pb.y for pb in pullbacks]), self._point()
+        cost = 0.5 * r.square().sum()
+        if status in (Status.GTOL, Status.FTOL, Status.XTOL) and self._promises_more(J, r, history[0].cost, tolerance):
+            status = Status.DAMPED
+        if r.dtype != torch.float64 and status in (Status.FTOL, Status.XTOL, Status.STALLED, Status.DAMPED):
             self._logger.log_once(
                 logging.WARNING,
-                "least squares in %s stopped at the loss %.2g, where rounding hides any progress: use double precision "
+                "least squares in %s stopped at the cost %.2g, where rounding hides any progress: use double precision "
                 "(model.double()) to go below",
-                str(dtype).removeprefix("torch."),
-                loss,
+                str(r.dtype).removeprefix("torch."),
+                float(cost),
             )
-        return LeastSquaresResult(
-            params={name: t.clone() for name, t in self._point().items()},
-            loss=loss,
-            residuals={each.name: pb.y for each, pb in zip(self.classes, pullbacks, strict=True)},
-            status=status,
-            message=f"{status}: {_REASONS[status]} after {len(history)} steps, at the loss {loss:.4g}",
-            success=status in ("ftol", "xtol", "gtol", "loss"),
-            steps=len(history),
-            seconds=seconds,
+        return FitResult(
+            x={name: t.clone() for name, t in params.items()},
+            cost=cost,
+            fun={each.name: pb.y for each, pb in zip(self.classes, pullbacks, strict=True)},
+            jac=J,
+            nfev=self._evaluations,
+            njev=len(history) + 1,
+            status=int(status),
+            unknowns=FlatUnknowns(params, False, None),
+            pulled=r,
             history=history,
-            jacobian=J,
         )
+
+    def _pulled(self, points: Sequence[Points]) -> list[Pullback]:
+        self._evaluations += 1
+        return [each.pullback(x) for each, x in zip(self.classes, points, strict=True)]
 
     def _step(self, points: Sequence[Points], start: float | None = None) -> Record:
         start = time.perf_counter() if start is None else start
-        pullbacks = [each.pullback(x) for each, x in zip(self.classes, points, strict=True)]
+        pullbacks = self._pulled(points)
         if self.last is None:
             for each, x, pb in zip(self.classes, points, pullbacks, strict=True):
                 each.refuse_pairs(x, pb.y.shape)
@@ -390,15 +273,23 @@ class LeastSquares:
             there = 0.5 * float(self._rows(landing, points, unfinished).square().sum())
             return there if math.isfinite(there) else math.inf
 
+        removed: list[float] = []  # what damped steps remove of ‖r‖², in the linear model
+
+        def solve(t: Tensor, λ: float) -> Vector:
+            v = J.solve(t, λ)
+            if t is r:
+                removed.append(float(gradient @ v))
+            return layout.vector(v)
+
         def sharp(ω: Covector, λ: float) -> Vector:
             check_kind(ω, Covector, "context.sharp(ω, λ)")
             if ω is differential:  # Jᵀr: from r the step has more digits
-                return layout.vector(J.solve(r, λ))
+                return solve(r, λ)
             return layout.vector(J.sharp(layout.flatten(ω), λ))
 
         space = ResidualSpace(
             value=r,
-            solve=lambda t, λ: layout.vector(J.solve(t, λ)),
+            solve=solve,
             push=lambda v: J.push(layout.flatten(v)),
             second=lambda v: self._second(params, points, v, r, J),
         )
@@ -427,6 +318,8 @@ class LeastSquares:
             self._move(step)
         self.velocity = step.velocity if step.accepted else None
         self.damping, self.last, self.steps = step.damping, step, self.steps + 1
+        if not removed:  # the rule has asked for no such step
+            removed.append(math.inf if bool(gradient.any()) else 0.0)
         said = [step.reason] if step.reason else []
         if unfinished:
             said.append(f"shortened: not finite in {', '.join(sorted(unfinished))}")
@@ -434,8 +327,8 @@ class LeastSquares:
         return Record(
             step=self.steps,
             seconds=time.perf_counter() - start,
-            loss=here,
-            gradient=float(gradient.abs().amax()),
+            cost=here,
+            offset=math.sqrt(max(0.0, *removed) / (2 * here or 1.0)),
             length=float(step.displacement.flatten().norm()) if step.accepted else 0.0,
             damping=step.damping,
             accepted=step.accepted,
@@ -473,6 +366,7 @@ class LeastSquares:
         self, params: Mapping[str, Tensor], points: Sequence[Points], unfinished: set[str] | None = None
     ) -> Tensor:
         """r [m] at other parameters; the names of classes that are not finite there are added to ``unfinished``."""
+        self._evaluations += 1
         by_class = [each.at(params, x) for each, x in zip(self.classes, points, strict=True)]
         if unfinished is not None:
             unfinished |= {

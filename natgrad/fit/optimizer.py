@@ -8,8 +8,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.fit.networks import LeastSquares, Record
+from natgrad.fit.networks import LeastSquares
 from natgrad.fit.residuals import Residuals
+from natgrad.fit.result import Record
 from natgrad.geometry import Vector
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import StepRule
@@ -73,7 +74,7 @@ class GaussNewton(torch.optim.Optimizer):
                 self.state[p].pop("velocity", None)
             else:
                 self.state[p]["velocity"] = problem.velocity[name]
-        return next(iter(named.values())).new_tensor(self.last.loss)
+        return next(iter(named.values())).new_tensor(self.last.cost)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer is not copied: copy the model, make a new optimizer for it, and load_state_dict")

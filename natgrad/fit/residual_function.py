@@ -81,6 +81,66 @@ class _Evaluation:
 
 
 @final
+class FlatUnknowns:
+    """A tensor, or tensors by name, of one fit or of b, as x [b n] and back; some of them may be fixed."""
+
+    def __init__(self, like: Unknowns, batch: bool, fixed: Tensor | None) -> None:
+        self.like, self.batch = like, batch
+        tensors = dict(like) if isinstance(like, Mapping) else {"x": like}
+        self._shapes = [p.shape[1 if batch else 0 :] for p in tensors.values()]
+        self.sizes = {name: shape.numel() for name, shape in zip(tensors, self._shapes, strict=True)}
+        self.start = self.flatten(like)
+        self.free = None if fixed is None else (~fixed).nonzero().squeeze(-1)  # the indices of what is not fixed
+
+    @property
+    def free_size(self) -> int:
+        """n, without the unknowns that are fixed."""
+        return sum(self.sizes.values()) if self.free is None else len(self.free)
+
+    def of(self, rows: Tensor) -> FlatUnknowns:
+        """Those of some of the fits."""
+        some = copy.copy(self)
+        some.start = self.start[rows]
+        return some
+
+    def flatten(self, x: Unknowns) -> Tensor:
+        """[b n]."""
+        tensors = list(x.values()) if isinstance(x, Mapping) else [x]
+        if len(tensors) == 1:
+            return tensors[0].reshape(tensors[0].shape[0] if self.batch else 1, -1)
+        return torch.cat([p.reshape(p.shape[0] if self.batch else 1, -1) for p in tensors], 1)
+
+    def unflatten(self, x: Tensor) -> Unknowns:
+        """As ``x0`` was given, from x [b n]."""
+        return self.named(x if self.batch else x.squeeze(0))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x with the unknowns that are fixed."""
+        return x if self.free is None else self.start.index_copy(1, self.free, x)
+
+    def select(self, t: Tensor) -> Tensor:
+        """Of the last axis of t, the unknowns that are not fixed."""
+        return t if self.free is None else t[..., self.free]
+
+    def embed(self, t: Tensor) -> Tensor:
+        """t, with zeros for the unknowns that are fixed."""
+        return (
+            t
+            if self.free is None
+            else t.new_zeros(*t.shape[:-1], sum(self.sizes.values())).index_copy(-1, self.free, t)
+        )
+
+    def named(self, x: Tensor, *tail: int) -> Any:
+        """The unknowns from x [*lead n *tail], as [*lead *shape *tail]."""
+        at = x.ndim - 1 - len(tail)
+        lead = x.shape[:at]
+        if not isinstance(self.like, Mapping):
+            return x if len(self._shapes[0]) == 1 else x.reshape((*lead, *self._shapes[0], *tail))
+        tensors = zip(self.like, x.split(list(self.sizes.values()), at), self._shapes, strict=True)
+        return {name: p.reshape((*lead, *shape, *tail)) for name, p, shape in tensors}
+
+
+@final
 class ResidualFunction:
     """``fun`` of one fit, or of b fits beside each other, with unknowns flattened to x [b n] and residuals to r [b m].
 
@@ -97,16 +157,8 @@ class ResidualFunction:
     of an ordinary backward pass), and ``confirm`` tests it again at the solution.
     """
 
-    def __init__(
-        self, fun: Callable[..., Tensor], like: Unknowns, args: tuple[Any, ...], batch: bool, fixed: Tensor | None
-    ) -> None:
-        self.fun, self.args, self.batch, self.like = fun, args, batch, like
-        skip = 1 if batch else 0
-        tensors = list(like.values()) if isinstance(like, Mapping) else [like]
-        self._shapes = [p.shape[skip:] for p in tensors]
-        self._sizes = [shape.numel() for shape in self._shapes]
-        self.start = self.flatten(like)
-        self.free = None if fixed is None else (~fixed).nonzero().squeeze(-1)  # the indices of what is not fixed
+    def __init__(self, fun: Callable[..., Tensor], unknowns: FlatUnknowns, args: tuple[Any, ...]) -> None:
+        self.fun, self.args, self.unknowns, self.batch = fun, args, unknowns, unknowns.batch
         self.shape: torch.Size | None = None  # of the residuals of one fit
         self._method: Differentiation | None = None  # not determined yet
         self._last: _Evaluation | None = None
@@ -115,7 +167,10 @@ class ResidualFunction:
     def of(self, rows: Tensor) -> ResidualFunction:
         """Those of some of the fits."""
         some = copy.copy(self)
-        some.args, some.start = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args), self.start[rows]
+        some.args, some.unknowns = (
+            tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args),
+            self.unknowns.of(rows),
+        )
         some._last = None
         return some
 
@@ -133,42 +188,6 @@ class ResidualFunction:
         """How often it may be called to evaluate a step: ``confirm`` needs the last call."""
         return self._calls.most - self._calls.count - (self._method is not Differentiation.GENERAL)
 
-    def flatten(self, x: Unknowns) -> Tensor:
-        """[b n]."""
-        tensors = list(x.values()) if isinstance(x, Mapping) else [x]
-        if len(tensors) == 1:
-            return tensors[0].reshape(tensors[0].shape[0] if self.batch else 1, -1)
-        return torch.cat([p.reshape(p.shape[0] if self.batch else 1, -1) for p in tensors], 1)
-
-    def unflatten(self, x: Tensor) -> Unknowns:
-        """As ``x0`` was given, from x [b n]."""
-        return self._named(x if self.batch else x.squeeze(0))
-
-    def unflatten_one(self, x: Tensor) -> Unknowns:
-        """The unknowns of one fit, from x [n]."""
-        return self._named(x)
-
-    def whole(self, x: Tensor) -> Tensor:
-        """x with the unknowns that are fixed."""
-        return x if self.free is None else self.start.index_copy(1, self.free, x)
-
-    def select(self, t: Tensor) -> Tensor:
-        """Of the last axis of t, the unknowns that are not fixed."""
-        return t if self.free is None else t[..., self.free]
-
-    def embed(self, t: Tensor) -> Tensor:
-        """t, with zeros for the unknowns that are fixed."""
-        return t if self.free is None else t.new_zeros(*t.shape[:-1], sum(self._sizes)).index_copy(-1, self.free, t)
-
-    def _named(self, x: Tensor, *tail: int) -> Any:
-        """The unknowns from x [*lead n *tail], as [*lead *shape *tail]."""
-        at = x.ndim - 1 - len(tail)
-        lead = x.shape[:at]
-        if not isinstance(self.like, Mapping):
-            return x if len(self._shapes[0]) == 1 else x.reshape((*lead, *self._shapes[0], *tail))
-        tensors = zip(self.like, x.split(self._sizes, at), self._shapes, strict=True)
-        return {name: p.reshape((*lead, *shape, *tail)) for name, p, shape in tensors}
-
     def _call(self, unknowns: Any) -> Tensor:
         """What ``fun`` returns for all fits."""
         self._calls.count += 1
@@ -181,16 +200,16 @@ class ResidualFunction:
 
     def _evaluated(self, x: Tensor) -> _Evaluation:
         """The residuals at x, as functions of the unknowns, or of copies of them."""
-        whole = self.whole(x)
+        whole = self.unknowns.whole(x)
         if self._method is Differentiation.COPIES:
             assert self.shape is not None
             lead, shape = whole.shape if self.batch else whole.shape[1:], self.shape
             copies = whole.view((*lead, *(1,) * len(shape))).expand((*lead, *shape))
-            return _Evaluation.of(x, copies, lambda copies: self._call(self._named(copies, *shape)))
+            return _Evaluation.of(x, copies, lambda copies: self._call(self.unknowns.named(copies, *shape)))
 
         def function(leaf: Tensor) -> Tensor:
             inside = leaf.clone()  # into which fun may write
-            end = self._call(self._named(inside if self.batch else inside.squeeze(0)))
+            end = self._call(self.unknowns.named(inside if self.batch else inside.squeeze(0)))
             if self.shape is None:
                 self.shape = self._checked(end, x)
             return end
@@ -229,18 +248,18 @@ class ResidualFunction:
         """The residuals of the first fit, with their graph."""
         self._calls.count += 1
         args = (a[0] if self.batch and isinstance(a, Tensor) else a for a in self.args)
-        return self.fun(self._named(x[0].detach().requires_grad_().clone()), *args)
+        return self.fun(self.unknowns.named(x[0].detach().requires_grad_().clone()), *args)
 
     def jacobian(self, x: Tensor) -> Tensor:
         """J [b m n] at x."""
         if self._method is None:
             return self._first(x)
-        return self.select(self._whole_jacobian(x)).detach()
+        return self.unknowns.select(self._whole_jacobian(x)).detach()
 
     def _whole_jacobian(self, x: Tensor) -> Tensor:
         """With columns for the unknowns that are fixed."""
         if self._method is Differentiation.EXAMPLES:
-            return self._by_examples(self.whole(x))
+            return self._by_examples(self.unknowns.whole(x))
         last = self._last
         if last is None or last.x is not x:
             last = self._evaluated(x)
@@ -293,7 +312,7 @@ class ResidualFunction:
                 )
             J = self.jacobian(x)
         if not self.batch:
-            self._say_unused(self.whole(x), plain.r, J)
+            self._say_unused(self.unknowns.whole(x), plain.r, J)
         return J
 
     def _tried(self, method: Differentiation, plain: _Evaluation) -> Tensor | None:
@@ -308,7 +327,7 @@ class ResidualFunction:
                     r = self._last.r
                 J = self._whole_jacobian(plain.x).detach()
                 right = r.shape == plain.r.shape and J.shape[:-1] == r.shape and self._agrees(plain, r, J)
-                return self.select(J) if right else None
+                return self.unknowns.select(J) if right else None
         except Exception:
             return None  # fun was not written for this, and may fail in any way
 
@@ -323,7 +342,7 @@ class ResidualFunction:
                 f"the residuals do not depend on the unknowns at x0: {flat} returns one value for all that it gets, "
                 "with the derivative zero; start elsewhere, or use an activation without a flat part"
             )
-        tensors = self.like.items() if isinstance(self.like, Mapping) else [("x", self.like)]
+        tensors = self.unknowns.like.items() if isinstance(self.unknowns.like, Mapping) else [("x", self.unknowns.like)]
         names = [
             name + (f"[{', '.join(map(str, place))}]" if p.ndim else "")
             for name, p in tensors
@@ -355,15 +374,15 @@ class ResidualFunction:
     def _predicts(self, x: Tensor, r: Tensor, J: Tensor) -> bool:
         eps = torch.finfo(x.dtype).eps
         share = x.new_tensor([math.sin(k * k) for k in range(1, x.shape[-1] + 1)])
-        moved = self.whole(torch.addcmul(x, x, share, value=eps**0.4))
-        true = self._call(self._named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
+        moved = self.unknowns.whole(torch.addcmul(x, x, share, value=eps**0.4))
+        true = self._call(self.unknowns.named(moved if self.batch else moved.squeeze(0))).detach().view_as(r)
         terms = J * x.unsqueeze(-2)
         off = (true - r).sub_((terms * share).sum(-1), alpha=eps**0.4).abs_()
         return bool((off <= _CURVED * eps**0.4 * terms.abs_().sum(-1) + _NOISE * eps * r.abs()).all())
 
     def one(self, x: Tensor, *args: Any) -> Tensor:
         """r [m] of one fit, from all unknowns x [n]."""
-        return self.fun(self._named(x), *args).reshape(-1)
+        return self.fun(self.unknowns.named(x), *args).reshape(-1)
 
     def _by_examples(self, x: Tensor) -> Tensor:
         """Row i of J is the gradient of ``fun`` at row i of the arguments, which keep an axis of length one for it."""
@@ -384,7 +403,7 @@ class ResidualFunction:
         """
         b, m, _ = J.shape
         u = torch.arange(1.0, m + 1, dtype=r.dtype, device=r.device).square_().sin_()
-        pulled = self.select(plain.pull(u.expand(b, -1).reshape(plain.end.shape)))
+        pulled = self.unknowns.select(plain.pull(u.expand(b, -1).reshape(plain.end.shape)))
         rounding, sizes = _ROUNDING * torch.finfo(r.dtype).eps, J.abs()
         terms = (sizes * plain.x.abs().unsqueeze(-2)).sum(-1) + r.abs()
         if not bool(((plain.r - r).abs() <= rounding * terms).all()):

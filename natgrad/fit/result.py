@@ -1,29 +1,53 @@
-"""What a least-squares fit returns."""
+"""What a least-squares fit returns: of small problems, one or many, and of networks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from natgrad.fit.fits import EVALUATIONS, FTOL, FTOL_XTOL, GTOL, NOT_FINITE, STOPPED, XTOL
-from natgrad.fit.residual_function import ResidualFunction
-from natgrad.linalg import svdvals
-
-_WHY = {
-    GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",
-    FTOL: "ftol: a step changed the cost by no more than ftol times the cost, or rounding",
-    XTOL: "xtol: a step changed the unknowns by no more than xtol times their size",
-    FTOL_XTOL: "ftol and xtol: a step changed neither the cost nor the unknowns by more than their share",
-    EVALUATIONS: "max_nfev: the number of evaluations is spent; the fit has not converged",
-    STOPPED: "callback: it has raised StopIteration",
-    NOT_FINITE: "NaN or infinity: the residuals at x0, or the Jacobian at x, are not finite",
-}
+from natgrad.errors import IncompatibleError
+from natgrad.fit.jacobian import ColumnSpectrum, ResidualJacobian
+from natgrad.fit.residual_function import FlatUnknowns
 
 _FEW = 20  # unknowns that are printed one by one
+_UNDETERMINED = 1e-6  # the share of a change of an unknown that others may make up for, if it has a variance
+
+
+class Status(IntEnum):
+    """The rule that has stopped a fit, as SciPy counts: positive where it has converged."""
+
+    GTOL = 1
+    FTOL = 2
+    XTOL = 3
+    FTOL_XTOL = 4
+    COST = 5
+    SPENT = 0
+    RUNNING = -1
+    STOPPED = -2
+    NOT_FINITE = -3
+    STALLED = -4
+    DAMPED = -5
+
+
+_WHY = {
+    Status.GTOL: "gtol: the residuals are orthogonal to the tangent space of the model",
+    Status.FTOL: "ftol: a step changed the cost by no more than ftol times the cost, or rounding",
+    Status.XTOL: "xtol: a step changed the unknowns by no more than xtol times their size",
+    Status.FTOL_XTOL: "ftol and xtol: a step changed neither the cost nor the unknowns by more than their share",
+    Status.COST: "cost: it is at most the one that was asked for",
+    Status.SPENT: "max_nfev, max_steps or seconds: the evaluations, steps or time are spent; the fit has not converged",
+    Status.STOPPED: "callback: it has asked to stop",
+    Status.NOT_FINITE: "NaN or infinity: the residuals at x0, or the Jacobian at x, are not finite",
+    Status.STALLED: "stalled: no step lowers the cost",
+    Status.DAMPED: "damped: damped steps hardly move, where an undamped one promises a lower cost: scale the unknowns "
+    "to similar sizes, start elsewhere, or fit them by ng.least_squares",
+}
 
 
 @final
@@ -39,36 +63,66 @@ class Iterate:
 
 
 @final
+@dataclass(frozen=True)
+class Record:
+    """One step of a network: ½‖r‖² where it started, its length ‖δ‖, the λ from then on, and what the rule said.
+
+    ``offset`` is √(rᵀJ(JᵀJ + λ)⁻¹Jᵀr)/‖r‖: the cosine between the residuals and the tangent space, for λ = 0.
+    """
+
+    step: int
+    seconds: float
+    cost: float
+    offset: float
+    length: float
+    damping: float
+    accepted: bool
+    reason: str
+    classes: Mapping[str, float]  # the share of every class in ``cost``
+
+
+@final
 @dataclass(frozen=True, repr=False)
 class FitResult:
-    """The minimum that ``least_squares`` has found. With ``batch=True`` everything has the b fits on the first axis.
+    """The minimum that a fit has found. With ``batch=True`` everything has the b fits on the first axis.
 
     ``x``, ``grad`` and ``standard_errors`` are as ``x0`` was given, with zeros in the last two for unknowns that are
     fixed; ``jac`` [m n], ``covariance`` [n n] go by the unknowns that are not, flattened in the order of ``x0``. As
-    SciPy's result does, ``status`` counts: 1 gtol, 2 ftol, 3 xtol, 4 both of these, 0 no convergence in ``max_nfev``
-    calls of ``fun``, −2 stopped by the callback, and (in a batch) −3 not finite.
+    SciPy's result does, ``status`` counts: 1 gtol, 2 ftol, 3 xtol, 4 both of these, 5 a cost that was asked for; 0 what
+    was allowed is spent, −2 stopped by the callback, −3 not finite (in a batch), and of networks −4 no step lowers the
+    cost, −5 the steps are short because the damping is large. Of a network ``x`` holds the parameters, ``fun`` the
+    residuals of every class, unscaled, ``jac`` is J in its structure, and ``history`` has a record of every step.
     """
 
     x: Any  # as x0: a tensor, or a dict of tensors
     cost: Tensor  # ½ Σ ρ(f²)
-    fun: Tensor  # the residuals f, as they were returned
-    jac: Tensor  # with a robust loss J̃ with the curvature J̃ᵀJ̃ of the cost, as in SciPy
-    nfev: Any  # how often fun was called until the fit has stopped: an int, or [b]
+    fun: Any  # the residuals f, as they were returned
+    jac: Any  # with a robust loss J̃ with the curvature J̃ᵀJ̃ of the cost, as in SciPy
+    nfev: Any  # how often the residuals were computed until the fit has stopped: an int, or [b]
     njev: Any  # how often J was computed
     status: Any
-    residuals: ResidualFunction = field(repr=False)  # which knows the order of the unknowns
-    shortened: int  # how many trial steps were shortened because residuals there were not finite
-    active: Tensor  # unknowns at a bound: −1 lower, 1 upper [n], of those that are not fixed
+    unknowns: FlatUnknowns = field(repr=False)  # their order
     pulled: Tensor = field(repr=False)  # f̃ with the gradient Jᵀf̃ [m]; without a robust loss it is f
+    shortened: int = 0  # how many trial steps were shortened because residuals there were not finite
+    at_bound: Tensor | None = None
     variance: float | None = None  # of the residuals, if it is given and not estimated
+    history: Sequence[Record] = field(default=(), repr=False)
 
     @property
     def success(self) -> Any:
-        """Whether one of the rules ftol, xtol and gtol has stopped the fit."""
+        """Whether a rule of convergence has stopped the fit."""
         return self.status > 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """m residuals and n unknowns of one fit."""
+        m, n = self.pulled.shape[-1], self.unknowns.free_size
+        return m, n
 
     @cached_property
     def _flat_grad(self) -> Tensor:
+        if isinstance(self.jac, ResidualJacobian):
+            return self.jac.pull(self.pulled)
         return (self.pulled.unsqueeze(-2) @ self.jac).squeeze(-2)
 
     @property
@@ -77,7 +131,12 @@ class FitResult:
         return self._as_x0(self._flat_grad)
 
     def _as_x0(self, t: Tensor) -> Any:
-        return self.residuals.unflatten(self.residuals.embed(t if self.residuals.batch else t.unsqueeze(0)))
+        return self.unknowns.unflatten(self.unknowns.embed(t if self.unknowns.batch else t.unsqueeze(0)))
+
+    @property
+    def active(self) -> Tensor:
+        """Unknowns at a bound: −1 lower, 1 upper [n], of those that are not fixed."""
+        return torch.zeros_like(self._flat_grad, dtype=torch.int64) if self.at_bound is None else self.at_bound
 
     @property
     def free(self) -> Tensor:
@@ -87,37 +146,58 @@ class FitResult:
     @property
     def optimality(self) -> Tensor:
         """The largest entry of the gradient, of unknowns that are free."""
-        g = self._flat_grad
-        return torch.where(self.free, g, 0.0).abs().amax(-1)
+        return torch.where(self.free, self._flat_grad, 0.0).abs().amax(-1)
+
+    @cached_property
+    def _spectrum(self) -> ColumnSpectrum:
+        if isinstance(self.jac, Tensor):
+            return ColumnSpectrum.of_rows(self.jac)
+        spectrum = self.jac.spectrum()
+        if spectrum is None:
+            raise IncompatibleError(
+                "the Jacobian is known by products only, so that it has no rank or covariance here: solve with "
+                "structure=Kernel() or Dense(), or raise memory="
+            )
+        return spectrum
 
     @cached_property
     def rank(self) -> Any:
-        """Of J, its columns scaled to one length."""
-        norms = torch.linalg.vector_norm(self.jac, dim=-2, keepdim=True)
-        J = torch.where(norms.isfinite(), self.jac, 0.0)  # such a column does not count
-        s = svdvals(J / torch.where(norms > 0, norms, 1.0).nan_to_num(), "the Jacobian")
-        tol = max(self.jac.shape[-2:]) * torch.finfo(s.dtype).eps
-        rank = (s > tol * s[..., :1]).sum(-1)
-        return rank if self.residuals.batch else int(rank)
+        """Of J, its columns scaled to one length: how many combinations of the unknowns count."""
+        rank = None if isinstance(self.jac, Tensor) else self.jac.rank()
+        rank = self._spectrum.rank if rank is None else rank
+        return rank if self.unknowns.batch else int(rank)
 
     @cached_property
     def covariance(self) -> Tensor:
-        """s²(JᵀJ)⁻¹ [n n], s² = 2·cost/(m − n), of the unknowns if the noise is white and the model nearly linear.
+        """s²(JᵀJ)⁻¹ [n n], s² = 2·cost/(m − rank), of the unknowns if the noise is white and the model nearly linear.
 
-        By QR. Bounds are not taken account of. Infinite where the residuals do not determine the unknowns: the rank of
-        J is below n, or m ≤ n (m < n, if the variance of the residuals is given).
+        Of the pseudo-inverse, so that unknowns that the residuals determine have a covariance where others have none:
+        rows and columns of unknowns whose changes others can make up for are infinite, and all are, if m is at most the
+        rank and no variance of the residuals is given. Bounds are not taken account of.
         """
-        m, n = self.jac.shape[-2:]
-        if m < n or (m == n and self.variance is None):
-            return torch.full_like(self.jac[..., :1, :], torch.inf).expand(*self.jac.shape[:-2], n, n)
-        norms = torch.linalg.vector_norm(self.jac, dim=-2, keepdim=True)
-        R = torch.linalg.qr(self.jac / torch.where(norms > 0, norms, 1.0), mode="r").R
-        full = torch.as_tensor(self.rank, device=R.device) == n
-        eye = torch.eye(n, dtype=R.dtype, device=R.device)
-        R = torch.where(full[..., None, None], R, eye)
-        half = torch.linalg.solve_triangular(R, eye.expand_as(R), upper=True) / norms.mT
-        variance = 2 * self.cost / (m - n) if self.variance is None else torch.full_like(self.cost, self.variance)
-        return torch.where(full[..., None, None], variance[..., None, None] * (half @ half.mT), torch.inf)
+        return self._covariance(slice(None), self.variance)
+
+    def covariance_of(self, name: str, *, variance: float | None = None) -> Tensor:
+        """The block [q q] of one unknown in the covariance, also where all unknowns would be too many.
+
+        ``variance``: of the residuals, where it is known.
+        """
+        sizes = self.unknowns.sizes
+        if name not in sizes:
+            raise ValueError(f"there is no parameter {name!r}: there are {', '.join(sizes)}")
+        start = sum(size for other, size in sizes.items() if list(sizes).index(other) < list(sizes).index(name))
+        return self._covariance(slice(start, start + sizes[name]), self.variance if variance is None else variance)
+
+    def _covariance(self, span: slice, variance: float | None) -> Tensor:
+        spectrum = self._spectrum
+        root = spectrum.inverse_root()[..., span, :]
+        lost = spectrum.undetermined()[..., span] > _UNDETERMINED
+        freedom = self.shape[0] - torch.as_tensor(spectrum.rank, device=root.device)
+        s2 = 2 * self.cost / freedom.clamp(min=1) if variance is None else torch.full_like(self.cost, variance)
+        lost = lost.unsqueeze(-1) | lost.unsqueeze(-2)
+        if variance is None:
+            lost = lost | (freedom <= 0)[..., None, None]
+        return torch.where(lost, torch.inf, s2[..., None, None] * (root @ root.mT)).to(self.cost.dtype)
 
     @property
     def standard_errors(self) -> Any:
@@ -127,18 +207,21 @@ class FitResult:
     @cached_property
     def message(self) -> str:
         """Which rule has stopped the fit, and what one should know about it."""
-        m, n = self.jac.shape[-2:]
+        m, n = self.shape
         if isinstance(self.status, Tensor):
             kinds = self.status.unique().tolist()
-            notes = [f"{int((self.status == kind).sum())} fits by {_WHY[kind]}" for kind in kinds]
+            notes = [f"{int((self.status == kind).sum())} fits by {_WHY[Status(kind)]}" for kind in kinds]
             weak = int((torch.as_tensor(self.rank) < n).sum())
             notes += [f"{weak} fits have a Jacobian of rank below {n}: their covariance is infinite"] if weak else []
         else:
-            notes = [_WHY[self.status]]
-            if self.rank != n:
+            notes = [_WHY[Status(self.status)]]
+            if self.history:
+                notes.append(f"after {len(self.history)} steps, at the cost {self.cost:.4g}")
+            elif self.rank != n:
                 notes.append(
-                    f"the Jacobian has rank {self.rank} of {n}: x is not unique, and its covariance infinite, or x is "
-                    "a saddle point, to which equal starts of unknowns that may be exchanged lead"
+                    f"the Jacobian has rank {self.rank} of {n}: x is not unique, and the covariance of what others can "
+                    "make up for infinite, or x is a saddle point, to which equal starts of unknowns that may be "
+                    "exchanged lead"
                 )
             elif m == n and self.variance is None:
                 notes.append("as many unknowns as residuals: the covariance is infinite")
@@ -153,7 +236,7 @@ class FitResult:
 
     def __str__(self) -> str:
         """What ``repr`` says, and every unknown with its standard error if there is one fit with a few of them."""
-        if self.residuals.batch or self.jac.shape[-1] > _FEW:
+        if self.unknowns.batch or self.shape[1] > _FEW or not isinstance(self.jac, Tensor):
             return repr(self)
         x, errors = ({"x": each} if isinstance(each, Tensor) else each for each in (self.x, self.standard_errors))
         lines = []

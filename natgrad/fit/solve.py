@@ -16,10 +16,10 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import in_transform
 from natgrad.errors import IncompatibleError, NonFiniteError
-from natgrad.fit.fits import NOT_FINITE, Fits, Rules
+from natgrad.fit.fits import Fits, Rules
 from natgrad.fit.losses import RobustLoss
-from natgrad.fit.residual_function import ResidualFunction, Unknowns
-from natgrad.fit.result import FitResult, Iterate
+from natgrad.fit.residual_function import FlatUnknowns, ResidualFunction, Unknowns
+from natgrad.fit.result import FitResult, Iterate, Status
 from natgrad.fit.sensitivity import differentiable
 from natgrad.fit.trust_region import minimise
 from natgrad.linalg import is_number, svdvals
@@ -88,12 +88,13 @@ def least_squares(
     args = as_tensors(args, next(iter(unknowns.values())) if isinstance(unknowns, Mapping) else unknowns)
     _refuse_transforms(args)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-    residuals = ResidualFunction(fun, unknowns, held, batch, _fixed(fixed, unknowns, batch))
-    x = residuals.select(residuals.start).clone()  # a fit that ends at x0 does not return x0 itself
+    flat = FlatUnknowns(unknowns, batch, _fixed(fixed, unknowns, batch))
+    residuals = ResidualFunction(fun, flat, held)
+    x = flat.select(flat.start).clone()  # a fit that ends at x0 does not return x0 itself
     residuals.allow(1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev))
     if batch:
         _check_args(args, len(x))
-    lower, upper = _box(bounds, residuals, x)
+    lower, upper = _box(bounds, flat, x)
     eps = torch.finfo(x.dtype).eps
     rules = Rules.like(
         x,
@@ -102,7 +103,7 @@ def least_squares(
         gtol=_tolerance(gtol, "gtol", eps),
         lower=lower,
         upper=upper,
-        D=_scale(x_scale, residuals),
+        D=_scale(x_scale, flat),
     )
     if ftol is None and xtol is None and gtol is None:
         raise ValueError("one of ftol, xtol and gtol must be a number: nothing else says when the fit has converged")
@@ -133,30 +134,30 @@ def _result(
     residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, args: tuple[Any, ...]
 ) -> FitResult:
     f, J = loss.weighted(fits.f, fits.J)
-    one = not residuals.batch
-    if one and int(fits.status) == NOT_FINITE:
+    unknowns, one, shape = residuals.unknowns, not residuals.batch, residuals.shape
+    assert shape is not None
+    if one and int(fits.status) == Status.NOT_FINITE:
         _refuse(fits, J)
-    active = torch.zeros_like(fits.x, dtype=torch.int64)
+    active = None
     if rules.lower is not None and rules.upper is not None:
         active = (fits.x >= rules.upper).long() - (fits.x <= rules.lower).long()
-    assert residuals.shape is not None
-    x = residuals.whole(fits.x)
+    x = unknowns.whole(fits.x)
     result = FitResult(
-        x=residuals.unflatten(x),
+        x=unknowns.unflatten(x),
         cost=fits.cost[0] if one else fits.cost,
-        fun=fits.f.view(residuals.shape if one else (len(x), *residuals.shape)),
+        fun=fits.f.view(shape if one else (len(x), *shape)),
         jac=J[0] if one else J,
         nfev=int(fits.nfev) if one else fits.nfev,
         njev=int(fits.njev) if one else fits.njev,
         status=int(fits.status) if one else fits.status,
-        residuals=residuals,
-        shortened=int(fits.shortened.sum()),
-        active=active[0] if one else active,
+        unknowns=unknowns,
         pulled=f[0] if one else f,
+        shortened=int(fits.shortened.sum()),
+        at_bound=active[0] if one and active is not None else active,
     )
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-        free = result.free.unsqueeze(0) if one else result.free
-        return replace(result, x=residuals.unflatten(differentiable(residuals, x, args, loss, residuals.embed(free))))
+        free = unknowns.embed(result.free.unsqueeze(0) if one else result.free)
+        return replace(result, x=unknowns.unflatten(differentiable(residuals, x, args, loss, free)))
     return result
 
 
@@ -172,7 +173,7 @@ def _watch(callback: Callable[..., Any] | None, residuals: ResidualFunction) -> 
 
     def watch(fits: Fits, nit: int) -> bool:
         assert residuals.shape is not None
-        x = residuals.unflatten(residuals.whole(fits.x))
+        x = residuals.unknowns.unflatten(residuals.unknowns.whole(fits.x))
         try:
             if takes_all:
                 cost, fun = fits.cost[0], fits.f.view(residuals.shape)
@@ -320,7 +321,7 @@ def _check_args(args: tuple[Any, ...], count: int) -> None:
             )
 
 
-def _spread(value: Any, what: str, default: float, residuals: ResidualFunction) -> Tensor:
+def _spread(value: Any, what: str, default: float, unknowns: FlatUnknowns) -> Tensor:
     """A number, or unknowns as x0 (of one fit or of all), as [b n]."""
 
     def full(v: Any, like: Tensor, name: str) -> Tensor:
@@ -330,15 +331,15 @@ def _spread(value: Any, what: str, default: float, residuals: ResidualFunction) 
         except RuntimeError:
             raise ValueError(f"{what} of {name} is {list(t.shape)}, and the unknown {list(like.shape)}") from None
 
-    like = residuals.like
+    like = unknowns.like
     if isinstance(like, Mapping):
         if isinstance(value, Mapping):
-            if unknown := sorted(value.keys() - like.keys()):
-                raise ValueError(f"{what} names {', '.join(unknown)}, which are not in x0")
+            if strange := sorted(value.keys() - like.keys()):
+                raise ValueError(f"{what} names {', '.join(strange)}, which are not in x0")
             value = {name: value.get(name, default) for name in like}
         each = value if isinstance(value, Mapping) else dict.fromkeys(like, value)
-        return residuals.select(residuals.flatten({name: full(each[name], p, name) for name, p in like.items()}))
-    return residuals.select(residuals.flatten(full(value, like, "x0")))
+        return unknowns.select(unknowns.flatten({name: full(each[name], p, name) for name, p in like.items()}))
+    return unknowns.select(unknowns.flatten(full(value, like, "x0")))
 
 
 def bounds_of(bounds: Any) -> tuple[Any, Any]:
@@ -351,12 +352,12 @@ def bounds_of(bounds: Any) -> tuple[Any, Any]:
     return bounds[0], bounds[1]
 
 
-def _box(bounds: Any, residuals: ResidualFunction, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _box(bounds: Any, unknowns: FlatUnknowns, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if bounds is None:
         return None, None
     low, high = bounds_of(bounds)
-    lower = _spread(-math.inf if low is None else low, "the lower bound", -math.inf, residuals)
-    upper = _spread(math.inf if high is None else high, "the upper bound", math.inf, residuals)
+    lower = _spread(-math.inf if low is None else low, "the lower bound", -math.inf, unknowns)
+    upper = _spread(math.inf if high is None else high, "the upper bound", math.inf, unknowns)
     if bool((lower.isnan() | upper.isnan()).any()):
         raise NonFiniteError("a bound is NaN: use ±inf where there is none")
     if not bool((lower < upper).all()):
@@ -370,12 +371,12 @@ def _box(bounds: Any, residuals: ResidualFunction, x: Tensor) -> tuple[Tensor | 
     return lower, upper
 
 
-def _scale(x_scale: Any, residuals: ResidualFunction) -> Tensor | None:
+def _scale(x_scale: Any, unknowns: FlatUnknowns) -> Tensor | None:
     if isinstance(x_scale, str):
         if x_scale != "jac":
             raise ValueError(f'x_scale is "jac", or positive numbers as x0, got {x_scale!r}')
         return None
-    scale = _spread(x_scale, "x_scale", 1.0, residuals)
+    scale = _spread(x_scale, "x_scale", 1.0, unknowns)
     if not bool(((scale > 0) & (scale < math.inf)).all()):
         raise ValueError("x_scale must be positive and finite")
     return 1 / scale
@@ -420,6 +421,7 @@ def _say_underflow(fits: Fits, eps: float) -> None:
 
 def _say_accuracy(result: FitResult, eps: float) -> None:
     """In float32 the tolerances are not reached: say once what is."""
+    assert isinstance(result.jac, Tensor)
     norms = torch.linalg.vector_norm(result.jac, dim=-2, keepdim=True)
     J = torch.where(norms.isfinite(), result.jac, 0.0)
     s = svdvals(J / torch.where(norms > 0, norms, 1.0).nan_to_num(), "the Jacobian")

@@ -11,22 +11,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from natgrad.fit.fits import (
-    EVALUATIONS,
-    FTOL,
-    FTOL_XTOL,
-    GTOL,
-    LITTLE,
-    NOT_FINITE,
-    RUNNING,
-    STOPPED,
-    XTOL,
-    Fits,
-    Rules,
-)
+from natgrad.fit.fits import LITTLE, Fits, Rules
 from natgrad.fit.linearised import Linearised
 from natgrad.fit.losses import RobustLoss
 from natgrad.fit.residual_function import ResidualFunction
+from natgrad.fit.result import Status
 
 _SURE = 0.1  # of the size of x: a longer first step is taken only if its model is right; it could mix up two peaks
 _RIGHT = 0.1  # how far the ratio of actual to predicted decrease may be from 1 where the model is right
@@ -62,7 +51,7 @@ def minimise(
     fits = whole = Fits.start(residuals, x, loss, rules)
     rows = torch.arange(len(x), device=x.device)
     if not bool((fits.cost < torch.inf).all()):
-        fits.stop(~(fits.cost < torch.inf), NOT_FINITE)
+        fits.stop(~(fits.cost < torch.inf), Status.NOT_FINITE)
     trial, taken, jacobians = fits.x, None, 0
     for step in count():
         if taken is None or bool(taken.any()):
@@ -72,14 +61,14 @@ def minimise(
             model = Linearised.at(*loss.weighted(fits.f, fits.J), fits, rules)
             fits.D = model.D
             if step and watch is not None and watch(fits, jacobians - 1):
-                fits.stop(fits.status == RUNNING, STOPPED)
+                fits.stop(fits.status == Status.RUNNING, Status.STOPPED)
             _judge(fits, model, rules)
         else:
             model.inside = False  # of the regions as they were
         if residuals.left <= 0:
-            fits.stop(fits.status == RUNNING, EVALUATIONS)
+            fits.stop(fits.status == Status.RUNNING, Status.SPENT)
         if fits.any_stopped:
-            running = fits.status == RUNNING
+            running = fits.status == Status.RUNNING
             fits.nfev = torch.full_like(fits.nfev, residuals.calls)
             fits.njev = torch.full_like(fits.njev, jacobians)
             if fits is not whole:
@@ -103,7 +92,7 @@ def _judge(fits: Fits, model: Linearised, rules: Rules) -> None:
     if not model.inside:
         above = model.tangent > rules.gtol * model.length
         if not bool(above.all()):
-            fits.stop(~above, torch.where(model.tangent.isnan(), NOT_FINITE, GTOL))
+            fits.stop(~above, torch.where(model.tangent.isnan(), Status.NOT_FINITE, Status.GTOL))
     if fits.any_settled:
         offset = model.offset
         falls, settled = offset <= _FALLS * fits.offset, fits.settled > 0
@@ -152,7 +141,7 @@ def _step(
                 f, trial, actual = _bend(residuals, fits, model, loss, trial, f, actual, _BENT * norm, crawls)
         fits.still = (fits.still + 1) * ((predicted.maximum(actual.abs()) <= small) & limited)
         if rules.ftol > 0 and step >= _STILL:
-            fits.stop(fits.still >= _STILL, FTOL)
+            fits.stop(fits.still >= _STILL, Status.FTOL)
 
     ratio = actual / predicted.clamp(min=tiny)
     # What the cost falls by without damping: with enough of it any step gains little
@@ -164,8 +153,8 @@ def _step(
     if fits.any_settled or bool(met.any()):
         if not fits.any_settled:
             fits.any_settled, fits.offset = True, model.offset
-        both = FTOL_XTOL if rules.ftol > 0 else XTOL  # without ftol, by_f is rounding
-        settled, rule = fits.settled > 0, torch.where(by_f, torch.where(by_x, both, FTOL), XTOL * by_x)
+        both = Status.FTOL_XTOL if rules.ftol > 0 else Status.XTOL  # without ftol, by_f is rounding
+        settled, rule = fits.settled > 0, torch.where(by_f, torch.where(by_x, both, Status.FTOL), Status.XTOL * by_x)
         fits.settled = torch.where(settled, fits.settled, rule)
         settled = fits.settled > 0
         taken = taken | (settled & (actual >= -model.rounding))

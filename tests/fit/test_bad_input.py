@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.errors import BatchStatisticsError, IncompatibleError, NonFiniteError, SingularMetricError
+from natgrad.errors import BatchStatisticsError, IncompatibleError, NonFiniteError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
 from tests.fit.problems import flat, grid, network, poisson, solution
@@ -101,17 +101,16 @@ def test_a_trial_step_that_is_nan_is_shortened_and_the_reason_kept(rule: StepRul
     problem = ng.LeastSquares(lambda θ: (θ["a"] - 3.6).sqrt() + θ["a"] - 3.61, θ, step=rule, damping=1e-6)
     result = problem.solve(max_steps=200)  # the first step of Newton leads to 3.43
     assert any("shortened: not finite in residuals" in record.reason for record in result.history)
-    assert all(record.loss < math.inf for record in result.history)
+    assert all(record.cost < math.inf for record in result.history)
     assert float(θ["a"]) == pytest.approx(3.6, abs=1e-3), result.message
 
 
 def test_more_unknowns_than_residuals_have_a_solution_but_no_covariance() -> None:
     net = network(2, 20, 1)
     result = ng.LeastSquares(ng.Residuals(plain, grid(3)), net).solve(max_steps=50)
-    assert result.loss < 1e-12
+    assert result.cost < 1e-12
     assert result.rank <= 9
-    with pytest.raises(SingularMetricError, match="determine 9 of 81 parameters"):
-        _ = result.covariance
+    assert bool((result.covariance == math.inf).all())
 
 
 def test_products_have_no_rank() -> None:
@@ -125,7 +124,7 @@ def test_single_precision_says_what_it_reached(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="natgrad"):
         ng.LeastSquares(ng.Residuals(lambda net, x: net(x), grid(4).float()), net).solve(max_steps=200)
     (record,) = caplog.records
-    assert "in float32 stopped at the loss" in record.getMessage()
+    assert "in float32 stopped at the cost" in record.getMessage()
 
 
 HIDDEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -151,7 +150,7 @@ def test_a_jacobian_of_zeros_ends_at_once(sizes: tuple[int, ...]) -> None:
     net = network(*sizes)
     before = flat(net)
     result = ng.LeastSquares(ng.Residuals(lambda net, x: 0 * net(x) + 1, grid(3)), net).solve()
-    assert (result.status, result.steps, result.rank) == ("gtol", 1, 0)
+    assert (result.status, len(result.history), result.rank) == (1, 1, 0)
     assert torch.equal(flat(net), before)
 
 
@@ -180,7 +179,7 @@ def test_options_of_a_wrong_kind_are_named() -> None:
     problem = ng.LeastSquares(ng.Residuals(plain, grid(3)), net)
     with pytest.raises(TypeError, match=r"max_steps must be an integer, got 2\.5"):
         problem.solve(max_steps=2.5)  # type: ignore[arg-type]
-    for name in ("loss", "ftol", "xtol", "gtol", "seconds"):
+    for name in ("cost", "ftol", "xtol", "gtol", "seconds"):
         with pytest.raises(ValueError, match=rf"solve\({name}=…\) must be a number ≥ 0, got nan"):
             problem.solve(**{name: math.nan})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"solve\(ftol=…\) must be a number ≥ 0, got None"):
@@ -217,7 +216,7 @@ def test_a_class_of_residuals_may_depend_on_frozen_parameters_only() -> None:
         p.requires_grad_(False)
     frozen = ng.Residuals(lambda net, x: net[0](x), grid(3))
     result = ng.LeastSquares({"all": ng.Residuals(plain, grid(3)), "frozen": frozen}, net).solve(max_steps=3)
-    assert result.history[-1].loss <= result.history[0].loss
+    assert result.history[-1].cost <= result.history[0].cost
 
 
 def test_inference_mode_is_named() -> None:

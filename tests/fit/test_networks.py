@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from benchmarks.least_squares import Problem
-from natgrad.errors import MemoryBoundError, SingularMetricError
+from natgrad.errors import MemoryBoundError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
 from tests.fit.problems import boundary, edges, exact_rows, flat, grid, network, poisson, solution
@@ -86,7 +86,7 @@ def test_a_constrained_step_is_the_clamp_of_the_free_one_by_the_names_of_the_mod
         problem = ng.LeastSquares(poisson(), model, step=rule, damping=λ)
         assert list(problem.params) == names
         result = problem.solve(max_steps=1)
-        assert list(result.params) == names
+        assert list(result.x) == names
         reason = result.history[0].reason
     assert reason.endswith("0.weight")
     torch.testing.assert_close(flat(net), torch.cat(list(exact.values())), rtol=1e-9, atol=1e-9)
@@ -98,9 +98,9 @@ def test_the_gram_matrix_is_exact_and_the_loss_is_that_of_the_classes() -> None:
     problem = ng.LeastSquares(poisson(), net, structure=ng.Kernel())
     result = problem.solve(max_steps=1)
     r, J = exact_rows(net)
-    gram = result.jacobian.gram  # type: ignore[attr-defined]
+    gram = result.jac.gram
     assert (gram - J @ J.T).abs().max() <= 1e-10 * gram.abs().max()
-    assert result.loss == pytest.approx(0.5 * float(r @ r), rel=1e-12)
+    assert result.cost == pytest.approx(0.5 * float(r @ r), rel=1e-12)
     assert result.history[0].classes.keys() == {"interior", "boundary"}
 
 
@@ -116,7 +116,7 @@ def test_the_structure_follows_the_sizes_and_the_memory() -> None:
         r, J = exact_rows(net, n)
         problem = ng.LeastSquares(poisson(n), net, memory=memory, step=ng.Fixed(), damping=1.0)
         before = flat(net)
-        assert type(problem.solve(max_steps=1).jacobian).__name__ == kind
+        assert type(problem.solve(max_steps=1).jac).__name__ == kind
         exact = torch.linalg.solve(J.T @ J + torch.eye(J.shape[1]).double(), J.T @ r)
         assert torch.allclose(before - flat(net), exact, rtol=1e-6, atol=1e-9)
 
@@ -158,7 +158,7 @@ def test_spring_is_the_step_nearest_to_the_last_one() -> None:
 def test_every_searching_rule_lowers_the_loss_in_every_step(rule: StepRule) -> None:
     net = network(2, 12, 1)
     problem = ng.LeastSquares(poisson(), net, step=rule, damping=1e-3)
-    losses = [problem.step().loss for _ in range(25)]
+    losses = [problem.step().cost for _ in range(25)]
     assert all(later <= earlier for earlier, later in pairwise(losses))
     assert losses[-1] < 0.02 * losses[0]
 
@@ -224,18 +224,18 @@ def test_a_slow_start_of_the_default_converges_with_more_steps() -> None:
 @pytest.mark.parametrize(
     ("name", "start", "rule", "status"),
     [
-        ("Misra1c", 2, ng.LevenbergMarquardt(), "damped"),  # parameters 500 and 0.0001: their damping is one number
-        ("MGH10", 1, ng.LevenbergMarquardt(), "damped"),
-        ("MGH17", 1, None, "damped"),
-        ("Thurber", 2, ng.LevenbergMarquardt(), "ftol"),  # another minimum
-        ("Misra1c", 2, None, "xtol"),
-        ("BoxBOD", 1, ng.LevenbergMarquardt(), "ftol"),
-        ("Lanczos1", 2, None, "xtol"),  # residuals of 1e-13 are rounding, of which a step removes a part
+        ("Misra1c", 2, ng.LevenbergMarquardt(), -5),  # parameters 500 and 0.0001: their damping is one number
+        ("MGH10", 1, ng.LevenbergMarquardt(), -5),
+        ("MGH17", 1, None, -5),
+        ("Thurber", 2, ng.LevenbergMarquardt(), 2),  # another minimum
+        ("Misra1c", 2, None, 1),
+        ("BoxBOD", 1, ng.LevenbergMarquardt(), 2),
+        ("Lanczos1", 2, None, 3),  # residuals of 1e-13 are rounding, of which a step removes a part
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, StepRule) else str(value),
 )
 def test_success_is_a_point_from_which_no_undamped_step_lowers_the_loss(
-    name: str, start: int, rule: StepRule | None, status: str
+    name: str, start: int, rule: StepRule | None, status: int
 ) -> None:
     problem = next(each for each in NIST if each.name == name)
     r, θ = problem.residuals(), {"b": torch.tensor(problem.starts[start - 1]).double()}
@@ -245,7 +245,7 @@ def test_success_is_a_point_from_which_no_undamped_step_lowers_the_loss(
     δ = np.linalg.lstsq((J / J.norm(dim=0).clamp(min=1e-200)).numpy(), -r(θ["b"]).numpy(), rcond=1e-14)[0]
     removed = float((J / J.norm(dim=0).clamp(min=1e-200) @ torch.from_numpy(δ)).norm())
     small = removed < max(1e-5 * float(r(θ["b"]).norm()), 1e-10 * first)
-    assert (result.status, result.success, small) == (status, small, status != "damped")
+    assert (result.status, result.success, small) == (status, small, status != -5)
 
 
 def test_a_linear_fit_has_the_covariance_of_the_textbook() -> None:
@@ -257,7 +257,7 @@ def test_a_linear_fit_has_the_covariance_of_the_textbook() -> None:
     result = ng.LeastSquares(lambda θ: θ["slope"] * x + θ["offset"] - t, θ).solve()
     exact = torch.linalg.lstsq(A, t[:, None]).solution[:, 0]
     assert result.success, result.message
-    assert torch.allclose(torch.cat(list(result.params.values())), exact, rtol=1e-9)
+    assert torch.allclose(torch.cat(list(result.x.values())), exact, rtol=1e-9)
     σ2 = (A @ exact - t).square().sum() / 28
     assert torch.allclose(result.covariance, σ2 * torch.linalg.inv(A.T @ A), rtol=1e-8)
     assert result.rank == 2
@@ -278,8 +278,7 @@ def test_the_rank_is_that_of_the_jacobian_in_every_structure(
     A = torch.randn(shape[0], 3).double() @ torch.randn(3, shape[1]).double()
     result = linear_fit(A, torch.randn(shape[0]).double(), structure).solve(max_steps=2)
     assert result.rank == np.linalg.matrix_rank(A.numpy()) == 3
-    with pytest.raises(SingularMetricError, match=f"determine 3 of {shape[1]} parameters"):
-        _ = result.covariance
+    assert bool((result.covariance == math.inf).all())
 
 
 @pytest.mark.parametrize(("structure", "memory"), [(ng.Dense(), 1000), (ng.Kernel(), 6000)], ids=["normal", "gram"])
@@ -300,7 +299,7 @@ def test_the_covariance_of_nearly_dependent_columns_is_that_of_a_qr(structure: S
     A[:, 2] = A[:, 0] + small * A[:, 2]
     result = linear_fit(A, torch.randn(30).double(), structure).solve(max_steps=2)
     inverse = np.linalg.inv(np.linalg.qr(A.numpy()).R)
-    exact = torch.from_numpy(inverse @ inverse.T) * (2 * result.loss / 27)
+    exact = torch.from_numpy(inverse @ inverse.T) * (2 * result.cost / 27)
     assert (result.covariance - exact).abs().max() <= 1e-6 * exact.abs().max()
     assert (result.covariance_of("b") - exact).abs().max() <= 1e-6 * exact.abs().max()
 
@@ -313,7 +312,7 @@ def test_short_steps_in_a_flat_valley_are_no_success(structure: Structure) -> No
     t = A.sum(1) + 0.1 * noise
     result = linear_fit(A, t, structure).solve(max_steps=50)
     least = 0.5 * float((torch.linalg.qr(A).Q.T @ t).square().sum().neg() + t.square().sum())
-    assert result.success == (result.loss < (1 + 1e-6) * least)
+    assert result.success == (result.cost < (1 + 1e-6) * least)
 
 
 @pytest.mark.parametrize("unit", [1e-12, 1e12])
@@ -331,11 +330,11 @@ def test_later_steps_do_not_change_an_earlier_result() -> None:
     x = torch.linspace(0, 1, 20).double()[:, None]
     line = nn.Linear(1, 1).double()
     first = ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - x.exp(), x), line).solve()
-    before = {name: t.clone() for name, t in first.params.items()}
+    before = {name: t.clone() for name, t in first.x.items()}
     ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - x.sin(), x), line).solve()
     A = torch.cat([x, torch.ones_like(x)], 1)
-    assert all(torch.equal(first.params[name], t) for name, t in before.items())
-    assert torch.allclose(first.covariance, torch.linalg.inv(A.T @ A) * (2 * first.loss * 20 / 18), rtol=1e-9)
+    assert all(torch.equal(first.x[name], t) for name, t in before.items())
+    assert torch.allclose(first.covariance, torch.linalg.inv(A.T @ A) * (2 * first.cost * 20 / 18), rtol=1e-9)
 
 
 def test_the_scale_of_the_mean_does_not_change_the_covariance() -> None:
@@ -358,7 +357,7 @@ def test_a_class_without_points_may_be_one_number(as_module: bool) -> None:
     total = ng.Residuals(lambda m: weight(m).sum())
     result = ng.LeastSquares([ng.Residuals(lambda m: weight(m) - data, reduction="sum"), total], model).solve()
     normal = torch.eye(3).double() + torch.ones(3, 3).double()
-    torch.testing.assert_close(result.params["weight"], torch.linalg.solve(normal, data), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(result.x["weight"], torch.linalg.solve(normal, data), rtol=1e-8, atol=1e-8)
     assert result.shape == (4, 3)
 
 
@@ -369,38 +368,38 @@ def test_points_may_be_drawn_anew_for_every_step() -> None:
     )
     problem = ng.LeastSquares(residuals, net, step=ng.Spring(search=ng.GridSearch()), damping=1e-6)
     result = problem.solve(max_steps=40, ftol=1.0, xtol=1.0)  # which are for points that stay
-    assert result.steps == 40
-    assert result.status == "max_steps"
-    assert result.loss < 1e-3
+    assert len(result.history) == 40
+    assert result.status == 0
+    assert result.cost < 1e-3
 
 
 def test_stopping_rules_are_named() -> None:
-    def solved(**rules: float) -> ng.LeastSquaresResult:
+    def solved(**rules: float) -> ng.FitResult:
         return ng.LeastSquares(poisson(4), network(2, 5, 1)).solve(**rules)  # type: ignore[arg-type]
 
-    assert solved(loss=1.0).status == "loss"
-    assert solved(gtol=1e3).status == "gtol"
-    assert solved(ftol=0.5).status == "ftol"
-    assert solved(xtol=0.5).status == "xtol"
+    assert solved(cost=1.0).status == 5
+    assert solved(gtol=1e3).status == 1
+    assert solved(ftol=0.5).status == 2
+    assert solved(xtol=0.5).status == 3
     assert "max_steps" in solved(max_steps=2).message
-    assert solved(seconds=0.0).steps == 1
+    assert len(solved(seconds=0.0).history) == 1
     stopped = ng.LeastSquares(poisson(4), network(2, 5, 1)).solve(callback=lambda record: record.step == 3)
-    assert (stopped.status, stopped.steps, stopped.success) == ("stopped", 3, False)
+    assert (stopped.status, len(stopped.history), stopped.success) == (-2, 3, False)
 
 
 def test_a_loss_that_rises_has_not_converged() -> None:
     """Whole Gauss–Newton steps with little damping, far from the minimum."""
     problem = ng.LeastSquares(poisson(4), network(2, 12, 12, 1), step=ng.Fixed(), damping=1e-10)
     result = problem.solve(max_steps=4)
-    assert any(after.loss > before.loss for before, after in pairwise(result.history))
-    assert (result.status, result.success) == ("max_steps", False)
+    assert any(after.cost > before.cost for before, after in pairwise(result.history))
+    assert (result.status, result.success) == (0, False)
 
 
 def test_kronecker_factors_precondition_the_step() -> None:
     net = network(2, 16, 1)
     residuals = ng.Residuals(lambda net, x: net(x) - solution(x), grid(8))
     problem = ng.LeastSquares(residuals, net, structure=ng.Kronecker(), step=ng.GridSearch(), damping=1e-4)
-    losses = [problem.step().loss for _ in range(20)]
+    losses = [problem.step().cost for _ in range(20)]
     assert losses[-1] < 0.1 * losses[0]
 
 
@@ -445,7 +444,7 @@ def test_the_optimizer_makes_the_steps_of_the_problem_and_resumes() -> None:
     problem = ng.LeastSquares(poisson(4), nets[0], step=rule, damping=1e-4)
     opt = ng.GaussNewton(nets[1], poisson(4), step=rule, damping=1e-4)
     for _ in range(4):
-        assert float(opt.step()) == problem.step().loss
+        assert float(opt.step()) == problem.step().cost
     nets[2].load_state_dict(nets[1].state_dict())
     again = ng.GaussNewton(nets[2], poisson(4), step=rule)
     again.load_state_dict(opt.state_dict())
@@ -465,7 +464,7 @@ def test_a_problem_resumes_with_the_momentum_of_the_same_parameters() -> None:
     with pytest.raises(ValueError, match=r"of the parameters net\.0\.weight.*here they are 0\.weight.*rename those in"):
         again.load_state_dict(other)
     again.load_state_dict(state)
-    assert first.step().loss == again.step().loss
+    assert first.step().cost == again.step().cost
     assert torch.equal(flat(nets[0]), flat(nets[1]))
 
 
@@ -480,7 +479,9 @@ def test_a_parameter_has_a_covariance_where_others_have_none() -> None:
     assert result.rank == 2
     assert float(result.covariance_of("slope")) == pytest.approx(float((A @ fit - t).square().sum() / 28 * inverse))
     assert float(result.covariance_of("slope", variance=4.0)) == pytest.approx(4 * float(inverse))
-    with pytest.raises(SingularMetricError, match="do not determine a"):
-        result.covariance_of("a")
+    assert float(result.covariance_of("a")) == math.inf
+    finite = result.covariance.isfinite()
+    assert finite.tolist() == [[True, False, False], [False, False, False], [False, False, False]]
+    torch.testing.assert_close(result.covariance[0, 0], result.covariance_of("slope")[0, 0])
     with pytest.raises(ValueError, match="no parameter 'c': there are slope, a, b"):
         result.covariance_of("c")
