@@ -191,7 +191,7 @@ LINES: dict[str, int] = {
     "cli": 375,
     "data": 21,
     "families": 2017,
-    "fit": 2180,
+    "fit": 2231,
     "gradients": 880,
     "functionspace": 1283,
     "invariance": 546,

@@ -84,11 +84,10 @@ class Fits:
     @staticmethod
     def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
         f = residuals(x)
-        b = len(x)
         names = ("settled", "stalled", "limited", "still", "shortened", "status", "nfev", "njev")
-        counts: dict[str, Any] = {name: torch.zeros(b, dtype=torch.int64, device=x.device) for name in names}
+        counts: dict[str, Any] = {name: torch.zeros(len(x), dtype=torch.int64, device=x.device) for name in names}
         counts["status"] += Status.RUNNING
-        zeros = x.new_zeros(b)
+        zeros = x.new_zeros(len(x))
         D = torch.zeros_like(x) if rules.D is None else rules.D
         region = torch.full_like(zeros, torch.inf)
         cost, J = loss.cost(f), f.new_empty(*f.shape, 0)

@@ -242,6 +242,7 @@ class LeastSquares:
             status=int(status),
             unknowns=FlatUnknowns(params, False, None),
             pulled=r,
+            active=torch.zeros(self._model.size, dtype=torch.int64, device=r.device),
             history=history,
         )
 

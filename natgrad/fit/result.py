@@ -103,8 +103,8 @@ class FitResult:
     status: Any
     unknowns: FlatUnknowns = field(repr=False)  # their order
     pulled: Tensor = field(repr=False)  # f̃ with the gradient Jᵀf̃ [m]; without a robust loss it is f
+    active: Tensor  # unknowns at a bound: −1 lower, 1 upper [n], of those that are not fixed
     shortened: int = 0  # how many trial steps were shortened because residuals there were not finite
-    at_bound: Tensor | None = None
     variance: float | None = None  # of the residuals, if it is given and not estimated
     history: Sequence[Record] = field(default=(), repr=False)
 
@@ -116,8 +116,7 @@ class FitResult:
     @property
     def shape(self) -> tuple[int, int]:
         """m residuals and n unknowns of one fit."""
-        m, n = self.pulled.shape[-1], self.unknowns.free_size
-        return m, n
+        return self.pulled.shape[-1], self.unknowns.free_size
 
     @cached_property
     def _flat_grad(self) -> Tensor:
@@ -134,11 +133,6 @@ class FitResult:
         return self.unknowns.unflatten(self.unknowns.embed(t if self.unknowns.batch else t.unsqueeze(0)))
 
     @property
-    def active(self) -> Tensor:
-        """Unknowns at a bound: −1 lower, 1 upper [n], of those that are not fixed."""
-        return torch.zeros_like(self._flat_grad, dtype=torch.int64) if self.at_bound is None else self.at_bound
-
-    @property
     def free(self) -> Tensor:
         """The unknowns [n] that no bound holds: not at one, or at one that the gradient leads away from."""
         return (self.active == 0) | (self.active * self._flat_grad > 0)
@@ -146,10 +140,12 @@ class FitResult:
     @property
     def optimality(self) -> Tensor:
         """The largest entry of the gradient, of unknowns that are free."""
-        return torch.where(self.free, self._flat_grad, 0.0).abs().amax(-1)
+        g = self._flat_grad
+        return torch.where(self.free, g, 0.0).abs().amax(-1)
 
     @cached_property
-    def _spectrum(self) -> ColumnSpectrum:
+    def spectrum(self) -> ColumnSpectrum:
+        """The singular values of J, its columns scaled to one length."""
         if isinstance(self.jac, Tensor):
             return ColumnSpectrum.of_rows(self.jac)
         spectrum = self.jac.spectrum()
@@ -164,7 +160,7 @@ class FitResult:
     def rank(self) -> Any:
         """Of J, its columns scaled to one length: how many combinations of the unknowns count."""
         rank = None if isinstance(self.jac, Tensor) else self.jac.rank()
-        rank = self._spectrum.rank if rank is None else rank
+        rank = self.spectrum.rank if rank is None else rank
         return rank if self.unknowns.batch else int(rank)
 
     @cached_property
@@ -185,11 +181,11 @@ class FitResult:
         sizes = self.unknowns.sizes
         if name not in sizes:
             raise ValueError(f"there is no parameter {name!r}: there are {', '.join(sizes)}")
-        start = sum(size for other, size in sizes.items() if list(sizes).index(other) < list(sizes).index(name))
+        start = sum(list(sizes.values())[: list(sizes).index(name)])
         return self._covariance(slice(start, start + sizes[name]), self.variance if variance is None else variance)
 
     def _covariance(self, span: slice, variance: float | None) -> Tensor:
-        spectrum = self._spectrum
+        spectrum = self.spectrum
         root = spectrum.inverse_root()[..., span, :]
         lost = spectrum.undetermined()[..., span] > _UNDETERMINED
         freedom = self.shape[0] - torch.as_tensor(spectrum.rank, device=root.device)

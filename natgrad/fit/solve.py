@@ -22,7 +22,7 @@ from natgrad.fit.residual_function import FlatUnknowns, ResidualFunction, Unknow
 from natgrad.fit.result import FitResult, Iterate, Status
 from natgrad.fit.sensitivity import differentiable
 from natgrad.fit.trust_region import minimise
-from natgrad.linalg import is_number, svdvals
+from natgrad.linalg import is_number
 from natgrad.log import OnceLogger
 
 _logger = OnceLogger()
@@ -138,7 +138,7 @@ def _result(
     assert shape is not None
     if one and int(fits.status) == Status.NOT_FINITE:
         _refuse(fits, J)
-    active = None
+    active = torch.zeros_like(fits.x, dtype=torch.int64)
     if rules.lower is not None and rules.upper is not None:
         active = (fits.x >= rules.upper).long() - (fits.x <= rules.lower).long()
     x = unknowns.whole(fits.x)
@@ -153,7 +153,7 @@ def _result(
         unknowns=unknowns,
         pulled=f[0] if one else f,
         shortened=int(fits.shortened.sum()),
-        at_bound=active[0] if one and active is not None else active,
+        active=active[0] if one else active,
     )
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         free = unknowns.embed(result.free.unsqueeze(0) if one else result.free)
@@ -421,10 +421,7 @@ def _say_underflow(fits: Fits, eps: float) -> None:
 
 def _say_accuracy(result: FitResult, eps: float) -> None:
     """In float32 the tolerances are not reached: say once what is."""
-    assert isinstance(result.jac, Tensor)
-    norms = torch.linalg.vector_norm(result.jac, dim=-2, keepdim=True)
-    J = torch.where(norms.isfinite(), result.jac, 0.0)
-    s = svdvals(J / torch.where(norms > 0, norms, 1.0).nan_to_num(), "the Jacobian")
+    s = result.spectrum.values
     digits = float((eps * s[..., 0] / s[..., -1].clamp(min=eps)).median())
     _logger.log_once(
         logging.WARNING,
