@@ -202,7 +202,7 @@ class Preconditioner:
             if ω is gradient:
                 return self.sharp(ω)
             with full_precision(self._device):
-                return copy.copy(inverse).sharp(ω)
+                return (inverse if isinstance(inverse, LayerInverse) else copy.copy(inverse)).sharp(ω)
 
         return SharpMap(solve, lambda: sides_of(inverse))
 

@@ -300,7 +300,7 @@ class KernelOperator(RootedOperator):
         gram = self.gram()
         factor = cholesky(gram, λ, "the kernel")
         refuse_lost_damping(λ, gram.diagonal(), "the kernel metric")
-        return WoodburyInverse(self.layout, self, factor.new_tensor(1 / λ), factor / math.sqrt(λ))
+        return WoodburyInverse(self.layout, self, factor.new_tensor(1 / λ), factor.div_(math.sqrt(λ)))
 
     def _range_inverse(self, inside: Tensor, outside: float) -> RangeInverse:
         return RangeInverse(self.layout, KernelRange(self), inside, inside.new_tensor(outside))
