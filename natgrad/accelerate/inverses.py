@@ -26,7 +26,6 @@ from natgrad.accelerate.roots import (
     STACKS,
     by_eigenvalues,
     inverse_powers,
-    products_in,
     suited_precision,
 )
 from natgrad.errors import FactorisationError, SingularMetricError
@@ -90,23 +89,6 @@ def balance(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> Tensor:
     means = [torch.cat([diagonal(factor).mean(-1) for factor in side]) for side in (a, s)]
     ratio = means[0] / means[1]
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
-
-
-def share_scale_(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> None:
-    """A 2^-e and S 2^e in place, with the e for which their mean eigenvalues are nearest, in every group.
-
-    S ⊗ A stays as it is, bit for bit.
-
-    >>> a, s = torch.tensor([[16.0]]), torch.tensor([[1.0]])
-    >>> share_scale_([a], [s])
-    >>> a, s
-    (tensor([[4.]]), tensor([[4.]]))
-    """
-    scale = balance(a, s).log2().round().exp2()
-    for factor, of_layer in zip(a, scale.split([len(factor) for factor in a]), strict=True):
-        factor.div_(of_layer.view(-1, *[1] * (factor.ndim - 1)))
-    for factor, of_layer in zip(s, scale.split([len(factor) for factor in s]), strict=True):
-        factor.mul_(of_layer.view(-1, *[1] * (factor.ndim - 1)))
 
 
 def aligned(factor: SymFactor) -> SymFactor:
@@ -457,9 +439,7 @@ def _join(U: Tensor, start: int, a: int, c: int, count: int) -> None:
 @final
 @dataclass(frozen=True)
 class Inversion:
-    """(F + shift)⁻ᵖ into ``out`` and, where it is wanted, a multiple R of (F + shift)^-½ into ``half``.
-
-    R whitens what F is the second moment of, in the mean: tr(R F R) = d, whatever the damping. It is zero where F is.
+    """(F + shift)⁻ᵖ into ``out``.
 
     >>> job = Inversion(torch.tensor([[3.0, 1.0]]), torch.tensor([1.0]), torch.empty(1, 2))
     >>> invert([job])
@@ -472,7 +452,6 @@ class Inversion:
     out: SymFactor  # of the shape of F
     title: str = "a factor of the metric"
     stack: InverseStack | None = None  # that ``out`` lies in, where a root may take the place of an inverse
-    half: SymFactor | None = None  # of the shape of F
 
 
 def rows_of(diagonals: Sequence[Tensor]) -> Tensor:
@@ -504,13 +483,13 @@ def invert(
     tried again, and the number of failures comes back as a tensor [] on the device; what failed keeps its last inverse,
     or becomes NaN.
 
-    ``power``: p < 1, and inverse roots beside p = 1, are made by products on a GPU, and by eigenvalues on a processor
+    ``power``: p < 1 is made by products on a GPU, and by eigenvalues on a processor
     or in double precision. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
     ``epsilon``: the shifts are at least this share of the mean eigenvalue, and no condition number is above
     (c·d + ε)/ε; a factor whose shift is zero is zero itself, and so are its inverses. ``rows``: ``rows_of``, with
     a cache of those that captured graphs read.
     """
-    roots = power != 1 or any(job.half is not None for job in jobs)
+    roots = power != 1
     if diagonals := [job for job in jobs if not is_dense(job.out)]:
         _invert_diagonals(diagonals, power, dead=epsilon is not None, rows=rows)
     dense = [job for job in jobs if is_dense(job.out)]
@@ -543,11 +522,6 @@ def _invert_diagonals(
     damped.add_(shifts.index_select(0, rows(factors)))
     flat = damped.split([factor.numel() for factor in factors])
     each = [t.view(factor.shape) for t, factor in zip(flat, factors, strict=True)]
-    for job, of_job in zip(jobs, each, strict=True):
-        if job.half is not None:
-            torch.rsqrt(of_job, out=job.half)
-            trace = (job.factor * job.half.square()).sum(-1, keepdim=True)
-            job.half.mul_(_whitening_scale(trace, job.half.shape[-1]))
     damped.reciprocal_() if power == 1 else damped.pow_(-power)
     torch._foreach_copy_([job.out for job in jobs], each)
 
@@ -560,33 +534,30 @@ def _invert_batch(
     shifts = torch.cat([job.shift for job in jobs])
     dead = None if epsilon is None else shifts == 0
     shifts = shifts if dead is None else shifts + dead.to(shifts.dtype)  # else nothing could be inverted
-    roots = power != 1 or jobs[0].half is not None
+    roots = power != 1
     if not roots and dead is None and len(jobs) == 1 and _take_root(jobs[0], warm):
         return []
     for job in jobs:
         if job.stack is not None:
             job.stack.inverses()
-    halves: Tensor | None = None
     if roots:
-        inverses, halves, good = _roots(_padded(jobs), shifts, jobs, power, epsilon, wait)
+        inverses, good = _roots(_padded(jobs), shifts, jobs, power, epsilon, wait)
     else:
         inverses, good = inverse(_damped(jobs, shifts))
         inverses = inverses[:, :d, :d]
     looks = not is_asynchronous(inverses.device) or wait
     if looks:
-        halves = _retry(jobs, shifts, power, inverses, halves, good)
+        _retry(jobs, shifts, power, inverses, good)
     if dead is not None:
-        for t in (inverses, halves):
-            if t is not None:
-                t.masked_fill_(dead[:, None, None], 0.0)
+        inverses.masked_fill_(dead[:, None, None], 0.0)
     if not looks:
-        _write(jobs, inverses, halves, good, warm)
+        _write(jobs, inverses, good, warm)
         return (~good).sum()
     titles = [job.title for job in jobs for _ in range(job.factor.shape[0])]
     failed = [title for title, ok in zip(titles, good.tolist(), strict=True) if not ok]
     if failed and not warm:
         raise SingularMetricError(_NOT_POSITIVE.format(", ".join(failed)))
-    _write(jobs, inverses, halves, good if failed else None, warm)
+    _write(jobs, inverses, good if failed else None, warm)
     return failed
 
 
@@ -597,29 +568,19 @@ def _roots(
     power: float,
     epsilon: float | None,
     wait: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(M + shift)⁻ᵖ and, where it is wanted, (M + shift)^-½ [b d d], and which succeeded [b]."""
+) -> tuple[Tensor, Tensor]:
+    """(M + shift)⁻ᵖ [b d d], and which succeeded [b]."""
     sizes = [job.factor.shape[1] for job in jobs]
     d, most = max(sizes), max(math.prod(job.factor.shape[:2]) for job in jobs)
-    whitens = jobs[0].half is not None
-    X, residual = inverse_powers(
+    (X,), residual = inverse_powers(
         M,
-        [power, 0.5] if whitens and power != 0.5 else [power],
+        [power],
         shift=shifts,
         condition=1e6 if epsilon is None else most / epsilon + 1,
         error=None if wait else NOISE,
         precision="single" if wait else suited_precision(M),
     )
-    good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]
-    if not whitens:
-        return inverses, None, good
-    # F R is small where R is large, in the null space of F: an error ε of the sums is one of ε·tr(F)/λ in tr(R F R),
-    # which is percents in tf32, and still 1 % in the sums of tensor cores.
-    with products_in("single", M.device) as product:
-        each = product(M, X[-1]).mul_(X[-1])  # with the padding, by which rows are whole vectors
-    runs = [(slice(None), d)] if min(sizes) == d else [(rows, n) for rows, n, _ in _runs(jobs)]
-    scales = [_whitening_scale(each[rows, :n, :n].sum((1, 2), keepdim=True), n) for rows, n in runs]
-    return inverses, root * torch.cat(scales), good
+    return X[:, :d, :d], residual <= _ROOT_ERROR
 
 
 def _runs(jobs: Sequence[Inversion]) -> list[tuple[slice, int, list[Inversion]]]:
@@ -630,11 +591,6 @@ def _runs(jobs: Sequence[Inversion]) -> list[tuple[slice, int, list[Inversion]]]
         alike = list(of_size)
         runs.append((slice(at, at := at + sum(len(job.factor) for job in alike)), d, alike))
     return runs
-
-
-def _whitening_scale(trace: Tensor, d: int) -> Tensor:
-    """√(d/t) for t = tr(F(F + shift)⁻¹), and 0 where that is zero."""
-    return torch.where(trace > 0, d / trace, 0.0).sqrt()
 
 
 def _take_root(job: Inversion, warm: bool) -> bool:
@@ -695,41 +651,33 @@ def _padded(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tens
     return M
 
 
-def _retry(
-    jobs: Sequence[Inversion], shifts: Tensor, power: float, inverses: Tensor, halves: Tensor | None, good: Tensor
-) -> Tensor | None:
-    """Invert again, in double precision, what failed in single. Gives the inverse roots."""
+def _retry(jobs: Sequence[Inversion], shifts: Tensor, power: float, inverses: Tensor, good: Tensor) -> None:
+    """Invert again, in double precision, what failed in single."""
     if inverses.dtype == torch.float64 or bool(good.all()):
-        return halves
+        return
     d, dtype = inverses.shape[-1], inverses.dtype
-    if power == 1 and halves is None:
+    if power == 1:
         again, better = inverse(_damped(jobs, shifts, torch.float64)[~good])
         inverses[~good], good[~good] = again[:, :d, :d].to(dtype), better
-        return halves
+        return
     M = _padded(jobs, torch.float64)[~good]
-    again, half, better = _roots(M, shifts[~good].double(), jobs, power, None, True)
+    again, better = _roots(M, shifts[~good].double(), jobs, power, None, True)
     inverses[~good] = again.to(dtype)
-    if halves is not None and half is not None:
-        halves[~good] = half.to(dtype)
     good[~good] = better
-    return halves
 
 
-def _write(jobs: Sequence[Inversion], inverses: Tensor, halves: Tensor | None, good: Tensor | None, warm: bool) -> None:
+def _write(jobs: Sequence[Inversion], inverses: Tensor, good: Tensor | None, warm: bool) -> None:
     """Copy the inverses to ``out``; where one is not ``good`` the last one stays, or there is NaN."""
     counts = [job.out.shape[0] for job in jobs]
     goods = [None] * len(jobs) if good is None else good.split(counts)
-    for outs, all_new in (([job.out for job in jobs], inverses), ([job.half for job in jobs], halves)):
-        if all_new is None:
+    for job, new, ok in zip(jobs, inverses.split(counts), goods, strict=True):
+        out = job.out
+        new = new[:, : out.shape[-1], : out.shape[-1]]
+        if ok is None:
+            out.copy_(new)
             continue
-        for out, new, ok in zip(outs, all_new.split(counts), goods, strict=True):
-            assert out is not None
-            new = new[:, : out.shape[-1], : out.shape[-1]]
-            if ok is None:
-                out.copy_(new)
-                continue
-            last = out if warm else torch.full_like(out[:, :1, :1], torch.nan)
-            torch.where(ok[:, None, None], new, last, out=out)
+        last = out if warm else torch.full_like(out[:, :1, :1], torch.nan)
+        torch.where(ok[:, None, None], new, last, out=out)
 
 
 Jobs: TypeAlias = Callable[[Sequence[SymFactor], Scalar], list[Inversion]]  # from the factors and the damping

@@ -29,7 +29,6 @@ from natgrad.pullbacks.operation_layers import loaded, with_layers
 from natgrad.solve.cg import CGInverse
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 from natgrad.structures.identity import constant
-from natgrad.structures.kronecker import with_roots_of
 
 T = TypeVar("T")
 Entry: TypeAlias = dict[str, Any]
@@ -186,7 +185,7 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
     inverse = solver.init(inverted, λ)
     if isinstance(inverse, CGInverse):  # what it starts from, once it has been used
         inverse.solve(torch.ones(model.size, dtype=G.layout.dtype, device=model.example.device))
-    return {"operator": with_roots_of(G, inverse, λ).tensors(), "inverse": inverse.tensors()}
+    return {"operator": G.tensors(), "inverse": inverse.tensors()}
 
 
 @cache

@@ -395,7 +395,6 @@ class NaturalGradient(torch.optim.Optimizer):
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
-        G = self.preconditioner.with_roots(G)
         self.tracker.commit(G, estimated)
         self._discard()
         if estimated:

@@ -20,7 +20,7 @@ from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
 from natgrad.structures.base import Inverse, Operator
-from natgrad.structures.kronecker import NOT_POSITIVE, retry, with_roots_of
+from natgrad.structures.kronecker import NOT_POSITIVE, retry
 from natgrad.structures.layered import LayerInverse, sides_of
 from natgrad.structures.refresh import Refresh
 
@@ -108,11 +108,6 @@ class Preconditioner:
         renewed = self._with_new_basis(G)
         self.outdated = outdated or renewed is not G
         return renewed
-
-    def with_roots(self, G: Operator) -> Operator:
-        """G, with what its next estimates need of an inverse that was made in this step."""
-        new = self.inverse is not None and self.inverted == self._step
-        return with_roots_of(G, self.inverse, self.damping) if new and self.inverse is not None else G
 
     def due(self, damping: Damping) -> bool:
         """Whether the inverse is computed again in this step.

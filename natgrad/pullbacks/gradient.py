@@ -5,12 +5,6 @@
 The entries k (offsets of a convolution) are groups c of W [c o i] that share their two factors. The mean eigenvalue of
 S is the mean of g², and so is that of A: S ⊗ A has the scale of the square of g gᵀ. A step of a given size
 (``Normalised``, ``Polar``) does not depend on it.
-
-The product that is nearest to g gᵀ in KL divergence has its scale (``natgrad.pullbacks.nearest``; Lin et al. 2025):
-
-    S ← Σ_k G_k A⁻¹ G_kᵀ/(i·k),   A ← Σ_k G_kᵀ S⁻¹ G_k/(o·k)     with the inverses of the last refresh.
-
-Before the first refresh, and where an inverse is zero, √m stands for A and S, m the mean of g².
 """
 
 from __future__ import annotations
@@ -30,7 +24,6 @@ from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.layer_factors import FactorList, FactorSink
-from natgrad.pullbacks.nearest import NearestProduct
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Features, Moment
 
@@ -133,13 +126,12 @@ def gradient_factors(
     sample: GradientSample,
     blocks: Sequence[Block],
     shapes: Shapes,
-    nearest: NearestProduct | None = None,
     *,
     inputs_only: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every matrix in ``blocks``."""
     sink = FactorList()
-    stream_gradient(sample, blocks, shapes, sink, nearest, inputs_only=inputs_only)
+    stream_gradient(sample, blocks, shapes, sink, inputs_only=inputs_only)
     return sink.pairs()
 
 
@@ -148,14 +140,13 @@ def stream_gradient(
     blocks: Sequence[Block],
     shapes: Shapes,
     sink: FactorSink,
-    nearest: NearestProduct | None = None,
     *,
     inputs_only: bool = False,
     bases: Sequence[Rotations] | None = None,
 ) -> None:
     """S and A of every matrix in ``blocks`` into the sink: three or four kernels for all matrices of one shape.
 
-    On a GPU they are captured in a graph. ``nearest``: in KL divergence, in place of means. ``inputs_only``: S is the
+    On a GPU they are captured in a graph.  ``inputs_only``: S is the
     identity. ``bases``: of every matrix, in which D = (QᵀG_kP)² goes into the sink too; where they lie is part of the
     sink's key.
     """
@@ -166,11 +157,11 @@ def stream_gradient(
 
         def kind(b: int) -> Hashable:
             axes = () if bases is None else tuple(side is None for side in bases[b])
-            return blocks[b].shape, shapes(blocks[b]), nearest is not None and nearest.fits(blocks[b]), axes
+            return blocks[b].shape, shapes(blocks[b]), axes
 
         for batch in _batches(tensors, kind):
             G = _joined([tensors[b] for b in batch], blocks[batch[0]].shape)
-            _put(batch, G, blocks, shapes, into, nearest, inputs_only)
+            _put(batch, G, blocks, shapes, into, inputs_only)
             if bases is not None:
                 for b, square in zip(batch, _squares(G, [bases[b] for b in batch]), strict=True):
                     into.put(b, "D", Moment(square, 1))
@@ -182,7 +173,7 @@ def stream_gradient(
         compute(gradients, [sink.weight])
     else:
         # Where the factors lie tells which matrices they are of.
-        key = "gradient", inputs_only, sink.address_key, None if nearest is None else nearest.address_key
+        key = "gradient", inputs_only, sink.address_key
         sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True, shaped=True)
 
 
@@ -231,21 +222,12 @@ def _put(
     blocks: Sequence[Block],
     shapes: Shapes,
     sink: FactorSink,
-    nearest: NearestProduct | None,
     inputs_only: bool,
 ) -> None:
     """The factors of matrices of one shape."""
     only_s, only_a = (len(side) == 2 for side in shapes(blocks[batch[0]]))
     o, k, i = G.shape[1:]
     wide, tall = G.view(len(batch), o, k * i), G.view(len(batch), o * k, i)
-    if nearest is not None and nearest.fits(blocks[batch[0]]):
-        left, right = nearest.roots([blocks[b] for b in batch], lambda: _scale(G))
-        half = torch.bmm(tall, right.mT) if right.ndim == 3 else tall * right.unsqueeze(1)
-        other = torch.bmm(left, wide) if left.ndim == 3 else left.unsqueeze(2) * wide
-        wide, tall = half.view_as(wide), other.view_as(tall)
-    elif nearest is not None:
-        wide = wide * _scale(G)[:, None, None]
-        tall = wide.view_as(tall)
     S = wide.new_ones(len(batch), o) if inputs_only else _moment(wide, i * k, only_diagonal=only_s)
     A = _moment(tall.mT, o * k, only_diagonal=only_a)
     for at, b in enumerate(batch):
@@ -258,9 +240,3 @@ def _moment(x: Tensor, count: int, *, only_diagonal: bool) -> Tensor:
     if only_diagonal:
         return torch.linalg.vector_norm(x, dim=2).square_() / count  # x is read once, and no square of it is written
     return gram(x, count)
-
-
-def _scale(G: Tensor) -> Tensor:
-    """m^-¼ [b], m the mean of g²; zero of a gradient that is zero, and NaN where g² is infinite."""
-    m = G.square().mean((1, 2, 3))
-    return m.pow(-0.25).nan_to_num(posinf=0.0) + 0.0 * m

@@ -10,11 +10,11 @@ without coordinates Luk and Grosse 2018.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
-from typing import ClassVar, Literal, TypeAlias, cast, final
+from typing import ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from natgrad.accelerate.inverses import (
     is_dense,
     mean_eigenvalues,
     relative_shifts,
-    share_scale_,
     two_sided,
     two_sided_columns,
 )
@@ -49,7 +48,6 @@ from natgrad.pullbacks.gradient import GradientSample, gradient_factors, stream_
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.layer_factors import EagerKernels, FactorList, FactorSink, LayerFactors, several_positions
 from natgrad.pullbacks.moments import factors_of, stream
-from natgrad.pullbacks.nearest import NearestProduct, RootCheck
 from natgrad.pullbacks.operation_layers import is_operation, with_layers
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import Cotangents
@@ -65,7 +63,6 @@ from natgrad.structures.base import (
 from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
 from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
-    HALVES,
     Basis,
     Layered,
     LayerInverse,
@@ -84,8 +81,6 @@ from natgrad.structures.layered import (
 )
 
 NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
-Fit: TypeAlias = Literal["mean", "kl"]
-Halves: TypeAlias = tuple[SymFactor, SymFactor]  # S^-½ and A^-½ of a layer, damped
 
 
 @final
@@ -100,17 +95,6 @@ class Kronecker(Layered):
     than ``largest`` rows (a vocabulary; the row of the bias is not counted) only the diagonal is kept. With
     ``bias="separate"`` weight and bias are two layers. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the
     metric is G^p = S^p ⊗ A^p. On a GPU ``Factored`` computes the powers by matrix products, in float64 by eigenvalues.
-
-    ``fit``: "mean" takes the mean of each side, as above. "kl" is for ``BatchGradient()``, the second moment of the
-    gradients ∇ of matrices, and takes the product that is nearest to it in KL divergence,
-
-        S ← E[∇ A⁻¹ ∇ᵀ]/i,   A ← E[∇ᵀ S⁻¹ ∇]/o        (Lin et al. 2025)
-
-    with the last inverses; before the first inversion it is the mean. Repeated with moving averages, this converges to
-    the fixed point at which the divergence KL(N(0, G) ‖ N(0, S ⊗ A)) is least. The inverses are damped, and i and o are
-    replaced by tr A(A + λ_A)⁻¹ and tr S(S + λ_S)⁻¹: otherwise S would grow and A shrink without bound, or the other way
-    round. Noise can move scale from one factor to the other; every inversion undoes this by a power of two that does
-    not change S ⊗ A. A factor that is zero does not weight the other one.
 
     With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
     the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
@@ -147,19 +131,12 @@ class Kronecker(Layered):
 
     in_place: ClassVar[bool] = True
     gradient_in_place: ClassVar[bool] = True
-    fit: Fit = field(default="mean", kw_only=True)
     sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fit not in ("mean", "kl"):
-            raise ValueError(f'Kronecker(fit=…) is "mean" or "kl", not {self.fit!r}')
         if self.sides not in ("both", "inputs"):
             raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
-        if self.fit == "kl" and self.sides == "inputs":
-            raise ValueError(
-                'Kronecker(sides="inputs", fit="kl"): 1 ⊗ A is its own nearest product in KL divergence: use fit="mean"'
-            )
 
     @property
     def _inputs_only(self) -> bool:
@@ -181,18 +158,15 @@ class Kronecker(Layered):
         shapes = self.shapes(block)
         sides, factors = SidesCost.of(block, shapes), dict(zip("SA", shapes, strict=True))
         if not exact:
-            numbers = 3 if self.fit == "kl" else 2  # whose roots are kept too
-            invert = self._root_cost(block) if self.fit == "kl" or self.power < 1 else sides.cubes
-            return Cost(numbers * sides.numbers, invert, sides.solve, sides.numbers, factors)
+            invert = self._root_cost(block) if self.power < 1 else sides.cubes
+            return Cost(2 * sides.numbers, invert, sides.solve, sides.numbers, factors)
         numbers = sides.numbers + sides.rotations + block.size
         return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
     def _root_cost(self, block: Block) -> int:
-        """Operations of (S + λ_S)^-p and (A + λ_A)^-p and, in KL divergence, of their square roots."""
-        powers = [self.power] if self.fit == "mean" or self.power == 0.5 else [self.power, 0.5]
-        more = 2 if self.fit == "kl" else 0  # a product, for the scale of the roots
+        """Operations of (S + λ_S)^-p and (A + λ_A)^-p."""
         matrices = [shape for shape in self.shapes(block) if len(shape) == 3]
-        return sum(c * (root_flops(d, powers, block.device) + more * d**3) for c, d, _ in matrices)
+        return sum(c * root_flops(d, [self.power], block.device) for c, d, _ in matrices)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
@@ -209,22 +183,11 @@ class Kronecker(Layered):
         layout: Layout,
         pairs: Iterable[tuple[SymFactor, SymFactor]],
         fallback: Operator | None,
-        halves: tuple[Halves | None, ...] = (),
     ) -> KroneckerOperator:
         """The operator with these S and A of the used layers; those of the others are zero."""
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
-        out = KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
-        return replace(out, fit=self.fit, halves=halves)
-
-    def nearest(self, average: Operator | None) -> NearestProduct | None:
-        """The fit in KL divergence with the inverses that the average has."""
-        if self.fit == "mean":
-            return None
-        if not isinstance(average, KroneckerOperator):
-            return NearestProduct({})
-        unasked, asked = average.nearest
-        return unasked if average.root_check else asked
+        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
@@ -242,23 +205,21 @@ class Kronecker(Layered):
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
         """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018).
 
-        In KL divergence S = Σ_k G_k A⁻¹ G_kᵀ/(i·k) and A = Σ_k G_kᵀ S⁻¹ G_k/(o·k) (Lin et al. 2025). A kernel of which
-        only the diagonals are kept is the matrix [o i·k].
+        A kernel of which only the diagonals are kept is the matrix [o i·k].
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        nearest, inputs_only = self.nearest(like), self._inputs_only
-        pairs = gradient_factors(sample, split.used, self.shapes, nearest, inputs_only=inputs_only)
-        return self.assemble(split, layout, pairs, fallback, () if like is None else like.halves)
+        pairs = gradient_factors(sample, split.used, self.shapes, inputs_only=self._inputs_only)
+        return self.assemble(split, layout, pairs, fallback)
 
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> KroneckerOperator:
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         numbers = [b for b, block in enumerate(split.blocks) if block.names[0] not in split.unseen]
-        used, nearest, inputs_only = [split.blocks[b] for b in numbers], self.nearest(average), self._inputs_only
+        used = [split.blocks[b] for b in numbers]
         sink = FactorAverage(average, numbers, weight, alone=True)
-        stream_gradient(sample, used, self.shapes, sink, nearest, inputs_only=inputs_only)
+        stream_gradient(sample, used, self.shapes, sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def in_backward(
@@ -280,19 +241,12 @@ class Kronecker(Layered):
         split, fallback = self.restored_split(model, blocks, tensors)
         layout = Layout.of(model.params, split.dtype(tensors, fallback))
         saved = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in split.used]
-        roots = [[tensors.get(f"{block.names[0]}/{letter}") for letter in HALVES] for block in split.blocks]
-        halves = tuple(None if s is None or a is None else (s, a) for s, a in roots) if self.fit == "kl" else ()
-        return self.assemble(split, layout, saved, fallback, halves)
+        return self.assemble(split, layout, saved, fallback)
 
 
 def check_source(structure: Structure, source: str) -> None:
     """Refuse a structure that cannot be estimated from a pass, or in the "backward" pass that the user runs."""
     kronecker = structure if isinstance(structure, Kronecker) else None
-    if kronecker is not None and kronecker.fit == "kl":
-        raise IncompatibleError(
-            'Kronecker(fit="kl") is fitted to the gradients of matrices, and does not work with a metric on the '
-            'outputs: use it with BatchGradient(), or fit="mean"'
-        )
     if source != "backward":
         return
     if kronecker is None:
@@ -427,8 +381,7 @@ class KroneckerInBackward:
 class KroneckerOperator(LayerOperator):
     """G = S ⊗ A on every layer: v = W [c o i] goes to S W A, or with a ``power`` p to S^p W A^p.
 
-    ``fallback`` is the metric on the parameters that no layer rule covers, in another structure. ``halves``: of the
-    last refresh, what the next estimates with ``fit="kl"`` need.
+    ``fallback`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
     products: ClassVar[bool] = True
@@ -440,30 +393,10 @@ class KroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
-    fit: Fit = field(default="mean", kw_only=True)
-    halves: tuple[Halves | None, ...] = field(default=(), kw_only=True)  # (S + λ_S)^-½ and (A + λ_A)^-½, scaled
-    root_check: RootCheck = field(default_factory=RootCheck, kw_only=True, compare=False, repr=False)  # of the halves
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
-        factors: dict[str, Sequence[Tensor | None]] = {"S": self.left, "A": self.right}
-        for side, letter in enumerate(HALVES if self.halves else ()):
-            factors[letter] = [None if pair is None else pair[side] for pair in self.halves]
-        return factors
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        out = super().shapes()
-        for block, s, a, pair in zip(self.blocks, self.left, self.right, self.halves, strict=False):
-            if pair is not None and block.names[0] not in self.unseen:
-                out |= {f"{block.names[0]}/{letter}": tuple(t.shape) for letter, t in zip(HALVES, (s, a), strict=True)}
-        return out
-
-    @cached_property
-    def nearest(self) -> tuple[NearestProduct, NearestProduct]:
-        """The fit in KL divergence with its inverses: where all of them are positive, and in any case."""
-        pairs = zip(self.blocks, self.halves, strict=False)
-        halves = {block.names: pair for block, pair in pairs if pair is not None}
-        return NearestProduct(halves, positive=True), NearestProduct(halves)
+        return {"S": self.left, "A": self.right}
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
@@ -534,12 +467,6 @@ class KroneckerOperator(LayerOperator):
         right = self.layers_lerp(there, self.right, there.right, weight)
         unseen = self.unseen & there.unseen
         return replace(self, left=left, right=right, fallback=fallback, unseen=unseen, positions=())
-
-    def with_new_basis(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> KroneckerOperator:
-        """In KL divergence with one scale for S and A, in place: S ⊗ A does not say how they share it."""
-        if self.fit == "kl" and self.blocks:
-            share_scale_(self.right, self.left)
-        return self
 
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.
@@ -615,7 +542,7 @@ class KroneckerOperator(LayerOperator):
             left, right = (tuple(side[b] for b in share) for side in (self.left, self.right))
             blocks = tuple(self.blocks[b] for b in share)
             if share:
-                owned = replace(self, blocks=blocks, left=left, right=right, fallback=None, halves=())
+                owned = replace(self, blocks=blocks, left=left, right=right, fallback=None)
                 inverses.append(invert(owned))
             return inverses[0].tensors() if inverses else {}
 
@@ -632,7 +559,7 @@ class KroneckerOperator(LayerOperator):
         """Inverses of shares of the layers, by their names, with zero for groups that are zero beside all layers."""
         out = dict(inverses)
         for block, zero in zip(self.blocks, rounding_groups(self.gradient_sizes), strict=True):
-            keys = {f"{block.names[0]}/{letter}" for letter in ("S", "A", *HALVES, "d")} & out.keys()
+            keys = {f"{block.names[0]}/{letter}" for letter in ("S", "A", "d")} & out.keys()
             out |= {key: out[key].masked_fill(zero.view(-1, *[1] * (out[key].ndim - 1)), 0.0) for key in keys}
         return out
 
@@ -659,7 +586,6 @@ class ProductInverse(LayerInverse):
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
     power: float = 1.0
     stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
-    half_stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # where estimates in KL divergence need S^-½, A^-½
     batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
@@ -668,14 +594,11 @@ class ProductInverse(LayerInverse):
         out = ProductInverse(G.layout, G.blocks, fallback, _dense_sides(G), G.power)
         pairs = [(G.left[batch[0]], G.right[batch[0]], len(batch)) for batch in out.batches]
         stacks = tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs)
-        if G.fit == "mean":
-            return replace(out, stacks=stacks)
-        more = tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs)
-        return replace(out, stacks=stacks, half_stacks=more)
+        return replace(out, stacks=stacks)
 
     def fits(self, G: KroneckerOperator) -> bool:
         """Whether the inverse of G can be computed in this memory."""
-        if self.power != G.power or bool(self.half_stacks) != (G.fit == "kl") or self.dense != _dense_sides(G):
+        if self.power != G.power or self.dense != _dense_sides(G):
             return False
         if self.blocks is not G.blocks:  # in a training loop they are
             here, there = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
@@ -687,7 +610,7 @@ class ProductInverse(LayerInverse):
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S^-p and A^-p of every layer."""
-        for key, t in self._all().items():
+        for key, t in self._views().items():
             check_shape(f"{key} of the inverse of the metric", tensors[key], t.shape)
             t.copy_(tensors[key])
 
@@ -704,7 +627,7 @@ class ProductInverse(LayerInverse):
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
         relative, number = isinstance(damping, Relative), number_of(damping)
         factors = (*G.left, *G.right)
-        stacks = (stack.memory for pair in (*self.stacks, *self.half_stacks) for stack in pair)
+        stacks = (stack.memory for pair in self.stacks for stack in pair)
         addresses = *map(Tensor.data_ptr, factors), *map(Tensor.data_ptr, stacks)
         jobs = partial(self._jobs, relative=relative)
         self.batch.refresh_(jobs, factors, number, addresses, power=self.power, relative=relative)
@@ -714,7 +637,7 @@ class ProductInverse(LayerInverse):
         count = len(self.blocks)
         of_factors = _relative_shifts(damping, factors[:count], factors[count:]) if relative else ((), ())
         jobs: list[Inversion] = []
-        for at, (batch, stacks) in enumerate(zip(self.batches, self.stacks, strict=True)):
+        for batch, stacks in zip(self.batches, self.stacks, strict=True):
             s, a = [factors[b] for b in batch], [factors[count + b] for b in batch]
             c = s[0].shape[0]
             shifts: tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -723,14 +646,11 @@ class ProductInverse(LayerInverse):
             else:
                 π = balance(a, s)
                 shifts = (damping**0.5 / π).split(c), (damping**0.5 * π).split(c)
-            halves = self.half_stacks[at] if self.half_stacks else (None, None)
-            for letter, side, of_side, stack, half in zip("SA", (s, a), shifts, stacks, halves, strict=True):
-                size = side[0].shape[-1]
-                outs = _unaligned(stack.memory, size).split(c)
-                roots = [None] * len(batch) if half is None else _unaligned(half.memory, size).split(c)
-                for b, factor, shift, out, root in zip(batch, side, of_side, outs, roots, strict=True):
+            for letter, side, of_side, stack in zip("SA", (s, a), shifts, stacks, strict=True):
+                outs = _unaligned(stack.memory, side[0].shape[-1]).split(c)
+                for b, factor, shift, out in zip(batch, side, of_side, outs, strict=True):
                     title = f"the factor {letter} of {self.blocks[b].title}"
-                    jobs.append(Inversion(factor, shift, out, title, stack, root))
+                    jobs.append(Inversion(factor, shift, out, title, stack))
         return jobs
 
     def failed(self) -> bool:
@@ -779,51 +699,23 @@ class ProductInverse(LayerInverse):
         return out
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.fallback_inverse_tensors() | self._all()
+        return self.fallback_inverse_tensors() | self._views()
 
     def nonnegative(self) -> dict[str, Tensor]:
-        return super().nonnegative() | {key: diagonal_of(t) for key, t in self._all().items()}
+        return super().nonnegative() | {key: diagonal_of(t) for key, t in self._views().items()}
 
-    def _all(self) -> dict[str, Tensor]:
-        more = self._views(self.half_stacks, HALVES) if self.half_stacks else {}
-        return self._views(self.stacks, ("S", "A")) | more
-
-    def halves(self) -> Iterator[tuple[int, Halves]]:
-        """Views of S^-½ and A^-½ of every layer, with its number."""
-        views = self._views(self.half_stacks, HALVES)
-        for b, block in enumerate(self.blocks):
-            s, a = (views[f"{block.names[0]}/{letter}"] for letter in HALVES)
-            yield b, (s, a)
-
-    def _views(
-        self, of_batches: Sequence[tuple[InverseStack, InverseStack]], letters: tuple[str, str]
-    ) -> dict[str, Tensor]:
+    def _views(self) -> dict[str, Tensor]:
         """Views of the stacks of every layer, without the padding; roots are inverted."""
         out: dict[str, Tensor] = {}
-        for batch, stacks in zip(self.batches, of_batches, strict=True):
+        for batch, stacks in zip(self.batches, self.stacks, strict=True):
             blocks = [self.blocks[b] for b in batch]
             (_, o, i), c = blocks[0].shape, blocks[0].factor_groups
             sides = (
                 (letter, _unaligned(stack.inverses(), d).split(c))
-                for letter, stack, d in zip(letters, stacks, (o, i), strict=True)
+                for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
             )
             out |= layer_tensors(blocks, dict(sides))
         return out
-
-
-def with_roots_of(G: Operator, inverse: Inverse, damping: Damping) -> Operator:
-    """G with (S + λ_S)^-½ and (A + λ_A)^-½, which the next estimates in KL divergence need; another one as it is."""
-    if not isinstance(G, KroneckerOperator) or G.fit == "mean" or G.power == 0 or not G.blocks:
-        return G
-    if not isinstance(inverse, ProductInverse) or not inverse.fits(G.with_power(inverse.power)):
-        inverse = ProductInverse.empty(G, None)  # of a solver whose inverse is no product
-        inverse.compute_(G, damping)
-    pairs = dict(inverse.halves())
-    # A tied weight has inputs and cotangents of several kinds, and an expert may be new.
-    single = [not block.facets and block.rule is not None and not block.rule.stacked for block in G.blocks]
-    halves = tuple(pairs[b] if single[b] and G.saw(b) else None for b in range(len(G.blocks)))
-    G.root_check.look([root for pair in halves if pair is not None for root in pair])
-    return G if _addresses(halves) == _addresses(G.halves) else replace(G, halves=halves)
 
 
 def retry(G: Operator, inverse: Inverse, damping: Damping) -> None:
@@ -862,10 +754,6 @@ def _relative_shifts(
     groups, means = _group_means(left, right)
     shifts, counts = relative_shifts(epsilon, means).masked_fill(is_rounding(_sizes(groups)), 0.0), list(map(len, left))
     return shifts[0].split(counts), shifts[1].split(counts)
-
-
-def _addresses(halves: Sequence[Halves | None]) -> list[tuple[int, ...]]:
-    return [() if pair is None else tuple(t.data_ptr() for t in pair) for pair in halves]
 
 
 def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:

@@ -84,7 +84,6 @@ from natgrad.structures.refresh import Refresh
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
 _WEIGHTED_STEPS = 1000  # of conjugate gradients, for a solution of least weighted norm
-HALVES = ("S^-½", "A^-½")  # letters of the roots that an estimate of Kronecker factors in KL divergence weighs with
 
 
 # The structure.

@@ -158,7 +158,6 @@ class VariationalNetwork:
         G = new.finite()
         if last is not None:
             G = last.lerp(G, self.rates.precision)
-            # Kronecker(fit="kl") shares a scale between S and A there, for estimates that know it; here none do.
             G = G.with_new_basis() if isinstance(G, EigenKroneckerOperator) else G
         inverse = Cholesky().init(G, self.prior.damping)
         layout = G.layout

@@ -2,7 +2,7 @@
 
 import importlib
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -147,9 +147,9 @@ def _matrices_by_polar(model: nn.Module, metric: ng.OutputMetric, **options: Any
     return ng.NaturalGradient(model, metric, structure=identity, step=rule, momentum=0.9, fallback="adamw", **options)
 
 
-def _square_root(statistics: ng.OutputMetric, fit: Literal["mean", "kl"] = "mean") -> Any:
+def _square_root(statistics: ng.OutputMetric) -> Any:
     """Factors of every step, in another metric than that of the loop; their roots are those of the first."""
-    structure = ng.Refresh(ng.Kronecker(power=0.5, fit=fit), 1, 0.9, 100)
+    structure = ng.Refresh(ng.Kronecker(power=0.5), 1, 0.9, 100)
     slots: dict[str, Any] = {"structure": structure, "solver": ng.Factored(), "step": ng.Normalised()}
     numbers: dict[str, Any] = {"damping": ng.Relative(1e-2), "momentum": 0.9, "fallback": "adamw"}
     return lambda model, _, **options: ng.NaturalGradient(model, statistics, **slots, **numbers, **options)
@@ -163,7 +163,6 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {"fallback": "adamw", **_SLOW},
     "polar": {"make": _matrices_by_polar, **_ON_GRADIENTS},
     "gradients": {"make": _square_root(ng.BatchGradient()), **_ON_GRADIENTS},
-    "nearest to gradients": {"make": _square_root(ng.BatchGradient(), "kl"), **_ON_GRADIENTS},
     "own backward": {"make": _square_root(ng.Empirical()), **_ON_GRADIENTS},
     "polar in a metric": {"step": ng.Polar(iteration="minimax"), "fallback": "adamw", **_SLOW},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -255,14 +255,12 @@ class Reference:
         }
 
 
-def _natural(
-    model: nn.Module, *, power: float, fit: Literal["mean", "kl"], every: int, iteration: Any = "minimax"
-) -> ng.NaturalGradient:
+def _natural(model: nn.Module, *, power: float, every: int, iteration: Any = "minimax") -> ng.NaturalGradient:
     """The slots of ``ng.Natural``, written out."""
     return ng.NaturalGradient(
         model,
         ng.BatchGradient(),
-        structure=ng.Refresh(ng.Kronecker(largest=1, fit=fit, power=power), 1, 0.95, every),
+        structure=ng.Refresh(ng.Kronecker(largest=1, power=power), 1, 0.95, every),
         solver=ng.Factored(),
         step=ng.Polar(0.4, iteration),
         damping=ng.Relative(1e-2),
@@ -282,16 +280,8 @@ REFERENCES: dict[
         lambda params: Reference(params, 0.01, 0.5, kl=False, every=1, spectral=True),
     ),
     "natural_slots": (
-        lambda model: _natural(model, power=0.5, fit="mean", every=25),
+        lambda model: _natural(model, power=0.5, every=25),
         lambda params: Reference(params, 0.01, 0.5, kl=False, every=25, spectral=True),
-    ),
-    "natural_75": (
-        lambda model: _natural(model, power=0.75, fit="kl", every=3),
-        lambda params: Reference(params, 0.01, 0.75, kl=True, every=3, spectral=True),
-    ),
-    "natural_kl": (
-        lambda model: _natural(model, power=1.0, fit="kl", every=25),
-        lambda params: Reference(params, 0.01, 1.0, kl=True, every=25, spectral=True),
     ),
     "kl_shampoo": (
         lambda model: ng.Shampoo(model, lr=0.01, fit="kl"),
@@ -326,7 +316,7 @@ def test_presets_take_the_steps_of_a_reference_in_plain_torch(name: str) -> None
 def test_natural_is_its_slots() -> None:
     model, hand = _net(), _net()
     found = _train(model, [ng.Natural(model, lr=0.01)])
-    expected = _train(hand, [_natural(hand, power=0.5, fit="mean", every=1, iteration="muon")])
+    expected = _train(hand, [_natural(hand, power=0.5, every=1, iteration="muon")])
     for θ, other in zip(found, expected, strict=True):
         torch.testing.assert_close(θ, other, rtol=1e-12, atol=1e-12)
 
