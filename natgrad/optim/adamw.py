@@ -3,119 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, TypeAlias, final
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from natgrad.accelerate import fused
-from natgrad.errors import IncompatibleError
-from natgrad.model import Model, check_slots
-from natgrad.structures.base import Structure
-from natgrad.structures.diagonal import Diagonal
-from natgrad.structures.layered import Layered
-from natgrad.structures.refresh import Refresh
 
-Fallback: TypeAlias = Structure | Literal["adamw"] | None
 Members: TypeAlias = Sequence[Sequence[tuple[str, Tensor]]]  # names and parameters of every group
 
 _log = logging.getLogger("natgrad")
 _BETAS, _EPSILON = (0.9, 0.95), 1e-8
-
-
-def without_metric(
-    model: Model, groups: Iterable[Mapping[str, Any]], adamw: bool, *, of_gradients: bool, polar: bool
-) -> tuple[list[dict[str, Any]], frozenset[str], frozenset[str]]:
-    """The parameter groups without their "fallback", the names of the parameters that AdamW steps, and of those that it
-    would step if the metric did not see them, or no layer rule covered them.
-
-    A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, if
-    ``adamw`` is the fallback of the optimizer, it has those with fewer than two axes or no entry, and the weights of
-    embeddings. ``of_gradients``: the metric sees gradients alone, and ``polar``: the steps are polar factors. In both
-    cases it also has parameters with three axes outside of ``nn.Conv1d``: they may be stacks of matrices [e i o], as
-    those of experts. With polar factors it also has matrices with one row or one column, if there are others: they are
-    vectors, the polar factor of a vector is its direction, and a step of one length never comes to rest.
-    """
-    embeddings, kernels = _embeddings(model), _kernels(model)
-    names = {id(p): name for name, p in model.params.items()}
-    chosen, backed, vectors = set[str](), set[str](), set[str]()
-    plain: list[dict[str, Any]] = []
-    for group in groups:
-        all_of_it = "fallback" in group
-        if all_of_it:
-            _check_group(group["fallback"])
-        if group["fallback"] == "adamw" if all_of_it else adamw:
-            no_matrix = {id(p) for p in group["params"] if p.ndim < 2 or not p.numel()} | embeddings
-            stacks = [p for p in group["params"] if (of_gradients or polar) and p.ndim == 3 and id(p) not in kernels]
-            no_matrix |= {id(p) for p in stacks}
-            if stacks and not all_of_it:
-                _log.info(
-                    "%s: three axes outside of nn.Conv1d, maybe a stack of matrices. AdamW steps it; a group with "
-                    '"fallback": None takes it for a kernel',
-                    ", ".join(names[id(p)] for p in stacks),
-                )
-            backed |= {names[id(p)] for p in group["params"]}
-            chosen |= {names[id(p)] for p in group["params"] if all_of_it or id(p) in no_matrix}
-            vectors |= {names[id(p)] for p in group["params"] if polar and p.ndim > 1 and p.numel() and _is_vector(p)}
-        plain.append({key: value for key, value in group.items() if key != "fallback"})
-    if len(chosen | vectors) < len(model.params):
-        chosen |= vectors
-    if len(chosen) == len(model.params):
-        raise ValueError(
-            'fallback="adamw" leaves no parameter for the metric: use torch.optim.AdamW, or give groups with '
-            '"fallback": None'
-        )
-    return plain, frozenset(chosen), frozenset(backed - chosen)
-
-
-def with_fallback(structure: Structure, fallback: Fallback) -> Structure:
-    """The structure, with the ``fallback`` of the optimizer for the parameters without a layer rule if it is one."""
-    if fallback is None or fallback == "adamw":
-        return structure
-    if isinstance(fallback, type) and issubclass(fallback, Structure):
-        check_slots(fallback=(fallback, Structure))
-    if not isinstance(fallback, Structure):
-        raise ValueError(
-            'fallback= is "adamw", the structure of parameters without a layer rule, such as Diagonal(), or '
-            f"None, got {fallback!r}"
-        )
-    inner = structure.structure if isinstance(structure, Refresh) else structure
-    if not isinstance(inner, Layered):
-        raise IncompatibleError(
-            f"fallback={fallback!r} is for parameters without a layer rule, and {inner!r} is one structure for all "
-            'parameters: use Kronecker or EigenKronecker, or fallback="adamw"'
-        )
-    if inner.fallback not in (Diagonal(), fallback):
-        raise ValueError(f"fallback={fallback!r}, and {inner!r} has another one: leave one of them out")
-    inner = replace(inner, fallback=fallback)
-    return replace(structure, structure=inner) if isinstance(structure, Refresh) else inner
-
-
-def _check_group(fallback: object) -> None:
-    """Refuse what is no fallback of a group: a structure is that of the whole optimizer."""
-    if fallback is not None and fallback != "adamw":
-        raise ValueError(
-            f'"fallback" of a parameter group is "adamw" or None, the metric, got {fallback!r}: a structure for '
-            "parameters without a layer rule is for all groups, fallback= of the optimizer or Kronecker(fallback=…)"
-        )
-
-
-def _is_vector(p: Tensor) -> bool:
-    """Whether p [o *i] is a matrix with one row or one column."""
-    return min(len(p), p.numel() // len(p)) == 1
-
-
-def _embeddings(model: Model) -> set[int]:
-    modules = () if model.module is None else model.module.modules()
-    return {id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-
-
-def _kernels(model: Model) -> set[int]:
-    """The parameters of convolutions whose kernels have three axes, also those that a kernel is made from."""
-    modules = () if model.module is None else model.module.modules()
-    return {id(p) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for p in m.parameters()}
 
 
 @final

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative, number_of
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
-from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, with_fallback, without_metric
+from natgrad.optim.adamw import AdamWUpdate, Members, begin_moments
 from natgrad.optim.checkpoint import RunState, blank, check_plain, joined, restore
 from natgrad.optim.distributed import processes_of, refuse_sharded
-from natgrad.optim.parameters import ParameterStatus, ParameterTable
+from natgrad.optim.parameters import ParameterStatus, ParameterTable, without_metric
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.sources import (
@@ -61,7 +61,9 @@ from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
+from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.kronecker import check_source
+from natgrad.structures.layered import Layered
 from natgrad.structures.refresh import Refresh
 from natgrad.watch.base import Watcher
 from natgrad.watch.loss import LossWatch, ScaleWatch, has_loss
@@ -70,6 +72,8 @@ from natgrad.watch.model import ModelState, ModelWatch
 _log = logging.getLogger("natgrad")
 _DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
 _EAGER = "a step of natgrad is not compiled. With fullgraph=True compile the model alone, and call opt.step() outside"
+Fallback: TypeAlias = Structure | Literal["adamw"] | None
+
 _OUTSIDE = "the gradients of {} of {} parameters do not come through the outputs that the metric is on: {}"
 _LEFT = 'do not move: give them a group with "fallback": "adamw" and a learning rate'
 
@@ -193,7 +197,7 @@ class NaturalGradient(torch.optim.Optimizer):
             solver=(solver, Solver),
             step=(step, StepRule),
         )
-        structure = with_fallback(structure, fallback)
+        structure = _with_fallback(structure, fallback)
         step.admit(wrapped.params)
         refuse_two_momenta(step, self.param_groups)
         if step.adapts_damping and isinstance(damping, Relative):
@@ -722,6 +726,29 @@ class _Plain:
     idle: frozenset[str]  # parameters that did not move by the metric
     velocity: Mapping[str, Tensor]  # of the groups without momentum on steps
     damping: float
+
+
+def _with_fallback(structure: Structure, fallback: Fallback) -> Structure:
+    """The structure, with the ``fallback`` of the optimizer for the parameters without a layer rule if it is one."""
+    if fallback is None or fallback == "adamw":
+        return structure
+    if isinstance(fallback, type) and issubclass(fallback, Structure):
+        check_slots(fallback=(fallback, Structure))
+    if not isinstance(fallback, Structure):
+        raise ValueError(
+            'fallback= is "adamw", the structure of parameters without a layer rule, such as Diagonal(), or '
+            f"None, got {fallback!r}"
+        )
+    inner = structure.structure if isinstance(structure, Refresh) else structure
+    if not isinstance(inner, Layered):
+        raise IncompatibleError(
+            f"fallback={fallback!r} is for parameters without a layer rule, and {inner!r} is one structure for all "
+            'parameters: use Kronecker or EigenKronecker, or fallback="adamw"'
+        )
+    if inner.fallback not in (Diagonal(), fallback):
+        raise ValueError(f"fallback={fallback!r}, and {inner!r} has another one: leave one of them out")
+    inner = replace(inner, fallback=fallback)
+    return replace(structure, structure=inner) if isinstance(structure, Refresh) else inner
 
 
 def _loss_at(

@@ -40,6 +40,12 @@ _FIXED, _KERNEL = Fixed(), Kernel()
 _GRADIENTS, _SHARE, _TINY = BatchGradient(), Relative(1e-2), Relative(1e-6)
 
 
+# Arguments that a preset hands to ``NaturalGradient`` as they are.
+_PASSED = [
+    *("lr", "damping", "momentum", "weight_decay", "groups", "fallback"),
+    *("rules", "output", "examples", "generator", "memory", "strict"),
+]
+
 _Arguments = ParamSpec("_Arguments")
 
 
@@ -250,6 +256,7 @@ def natural_of_outputs(
     >>> nn.functional.cross_entropy(model(x), t).backward()
     >>> opt.step()
     """
+    given = locals()
     if factors not in ("diagonal", "whole"):
         raise ValueError(f'Natural(factors=…) is "diagonal" or "whole", not {factors!r}')
     if factors == "diagonal" and largest != LARGEST:
@@ -258,27 +265,15 @@ def natural_of_outputs(
     rows = largest if factors == "whole" else 1  # rows of a factor that is more than a diagonal
     if inverse_every is None:
         inverse_every = 25 if factors == "whole" else 1
+    structure = Refresh(Kronecker(sharing, largest=rows, power=power), metric_every, decay, inverse_every, early=early)
     return NaturalGradient(
         model,
         metric_of(metric, samples=1),
-        structure=Refresh(
-            Kronecker(sharing, largest=rows, power=power), metric_every, decay, inverse_every, early=early
-        ),
+        structure=structure,
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
-        lr=lr,
-        damping=damping,
-        momentum=momentum,
         momentum_on="gradients",
-        weight_decay=weight_decay,
-        groups=groups,
-        fallback=fallback,
-        rules=rules,
-        output=output,
-        examples=examples,
-        generator=generator,
-        memory=memory,
-        strict=strict,
+        **{name: given[name] for name in _PASSED},
     )
 
 
@@ -315,6 +310,7 @@ def StochasticReconfiguration(
     >>> loss.backward()
     >>> opt.step()
     """
+    given = locals()
     inner = structure.structure if isinstance(structure, Refresh) else structure
     if isinstance(inner, (Kronecker, EigenKronecker)):
         raise IncompatibleError(
@@ -322,19 +318,7 @@ def StochasticReconfiguration(
             "separately, and S of a linear last layer, whose cotangents are constant, is zero up to rounding. Use "
             "Kernel, Dense, or Implicit with solver=CG()"
         )
-    return NaturalGradient(
-        model,
-        FubiniStudy(),
-        structure=structure,
-        solver=solver,
-        step=step,
-        lr=lr,
-        damping=damping,
-        groups=groups,
-        rules=rules,
-        output=_real_parts,
-        memory=memory,
-    )
+    return NaturalGradient(**given, metric=FubiniStudy(), output=_real_parts)
 
 
 def _real_parts(log_psi: Tensor) -> Tensor:

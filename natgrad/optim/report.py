@@ -214,7 +214,7 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
     shown = tracker.average is not None or tracker.metric.source == "gradients"
     if block.rule is None and not shown and structure.by_layer:
         return Row(block.names, None, _PENDING, block.shape, None)
-    if _unseen(tracker).issuperset(block.names):
+    if tracker.parameters.unseen.issuperset(block.names):
         return Row(block.names, None, "no metric", block.shape, Cost(0, 0, 0, 0))
     exact = damped and not solver.damps_factors
     cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
@@ -269,7 +269,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     lines = []
     then = structure.uncovered()
     ruled = tracker.metric.source == "outputs"  # gradients need no rules
-    unseen = _unseen(tracker)
+    unseen = tracker.parameters.unseen
     if ruled and unseen:
         lines.append(f"the outputs do not depend on {', '.join(n for n in tracker.model.params if n in unseen)}")
     uncovered = [name for name in result.uncovered if name not in unseen]
@@ -296,11 +296,6 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     if ruled and fresh and any(row.rule for row in result.rows):
         lines.append("a weight that is also used outside its module's forward gets another rule in the first pass")
     return lines
-
-
-def _unseen(tracker: MetricTracker) -> frozenset[str]:
-    """The parameters that no estimate so far has seen."""
-    return frozenset() if tracker.average is None else tracker.unseen(tracker.average)
 
 
 def _way_out(tracker: MetricTracker, uncovered: Sequence[str]) -> str:
