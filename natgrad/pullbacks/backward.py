@@ -154,7 +154,7 @@ class BackwardHooks:
         hook = partial(uncompiled(_receive_eagerly), _outermost(self._receive))
         self._handles = [node.register_prehook(partial(hook, of_node)) for node, of_node in outputs.items()]
         # Without the graph, which holds the hooks and with them this object.
-        uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
+        uses = tuple(replace(use, edges=(None,) * len(use.edges)) for use in tape.uses)
         self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)
 
     @property

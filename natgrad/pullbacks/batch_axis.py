@@ -385,7 +385,7 @@ def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[in
         if hiding and type(use.of.rule) in hiding:  # how often its parameters enter, and what it was given
             given = [t.shape for t in tensors_of((use.call.args, use.call.kwargs))]
             edges = tuple(edge is None for edge in use.edges)
-            calls.append((tuple(use.entries.values()), len(given), edges, use.source is None, use.call.training))
+            calls.append((tuple(use.entries.values()), len(given), edges, use.call.training))
             shapes += given
     return tuple(calls), shapes
 

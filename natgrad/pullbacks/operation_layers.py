@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.autograd_nodes import without_hooks
 from natgrad.accelerate.moments import single
+from natgrad.accelerate.patches import Axis
 from natgrad.accelerate.vjp import pulled
 from natgrad.model import Model
 from natgrad.pullbacks.graph import size_pattern
@@ -30,7 +31,7 @@ from natgrad.pullbacks.operations import Operand, Operation, missed
 from natgrad.pullbacks.row_examples import Probe, RowExamples
 from natgrad.pullbacks.tape import Ruled, Tape, Use
 from natgrad.rules.base import Call, Keys, Rule
-from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, OneHot, Rows
+from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, OneHot, Patches, Rows
 
 # How a parameter is packed.
 
@@ -292,11 +293,14 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 class ProductRule(OperationRule):
     """z = W a + b of operations: the rows r are those of the operation, c its groups (grouped convolution, experts).
 
+    ``lookup``: all inputs are one-hot. ``pixels``: it is a convolution.
+
     ``c``, ``o`` and ``i``: where in W the groups, outputs and inputs of a use are; None where they are all, in order.
     """
 
     packing: Packing
-    lookup: bool = False  # whether all inputs are one-hot
+    lookup: bool = False
+    pixels: bool = False  # type: ignore[misc]
     c: Tensor | None = field(default=None, compare=False)
     o: Tensor | None = field(default=None, compare=False)
     i: Tensor | None = field(default=None, compare=False)
@@ -337,9 +341,12 @@ class ProductRule(OperationRule):
         if operation.index is not None and operation.members is not None and self.c is None and at is None:
             values = single(operation.members()[:, 0])
             return OneHot(examples.gather(operation.index), size, examples.gather(values), masked=True)
+        biased = ones and operation.bias is not None
+        if self._reads_images and at is None and biased == ones:
+            return Patches(operation.images(), operation.axes, operation.groups, ones)
         a = single(operation.inputs())
         a = a if at is None else a[..., : len(at)]
-        x, biased = examples.gather(a), ones and operation.bias is not None
+        x = examples.gather(a)
         if self.c is None and at is None and a.shape[1] == 1 and not examples.ragged and biased == ones:
             return Rows(x.squeeze(2), ones)
         valid = None
@@ -352,8 +359,17 @@ class ProductRule(OperationRule):
         at = None if at is None else torch.cat([at, at.new_tensor([size - 1])])
         return Slice(torch.cat([x, one.unsqueeze(3) * float(biased)], dim=3), (c, size), self.c, at, valid)
 
+    @property
+    def _reads_images(self) -> bool:
+        """Whether every image of a convolution, with all its groups, is that of an example."""
+        operation, examples = self.use
+        images = bool(operation.axes) and operation.shape[0] == examples.n
+        return images and self.c is None and examples.before == 1 and not examples.ragged
+
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
         (operation, examples), (c, o, _) = self.use, self.packing.shape
+        if self._reads_images and self.o is None:
+            return Patches(g, (Axis(1),) * len(operation.axes), operation.groups)
         x = examples.gather(operation.cotangents(g), 1)
         if self.c is None and self.o is None and x.shape[3] == 1:
             return Rows(x.squeeze(3))
@@ -553,20 +569,40 @@ class OperationLayers:
         self, model: Model, by_name: Mapping[str, ParameterSlice], tape: Tape, wanted: Collection[str]
     ) -> tuple[list[Block], list[Use], dict[str, str]]:
         """Layers of the ``wanted`` parameters, the uses of them in this pass, and why others have none."""
-        operations, leaves = list(tape.operations or ()), tape.leaves
+        leaves = {name: tape.leaves[name] for name in wanted}
+        names = {id(p): name for name, p in leaves.items()}
+        operations = [
+            op for op in tape.operations or () if any(not names.keys().isdisjoint(u.leaves) for u in op.operands)
+        ]
+        result = _probed(tape, operations)
+        examples = _merged(operations, result)
+        mixed = tuple(rows is None for rows in result.examples)
+        key = "resolution", tuple(op.place(leaves, names) for op in operations), tuple(result.biases.items()), mixed
+        known: _Resolution | None = tape.memo.get(key)
+        if known is None or not known.layers_of(self._blocks):
+            known = tape.memo[key] = self._resolve(model, by_name, tape, leaves, examples)
+        merged = list(examples.items())
+        uses = [use.at(*merged[use.operation], leaves) for use in known.uses]
+        return list(known.blocks), uses, dict(known.reasons)
+
+    def _resolve(
+        self,
+        model: Model,
+        by_name: Mapping[str, ParameterSlice],
+        tape: Tape,
+        leaves: Mapping[str, Tensor],
+        examples: RowsOf,
+    ) -> _Resolution:
         reasons = {
             name: f"they are read by {node}, of which natgrad knows nothing: write it as a matrix product"
-            for name, node in missed(tape.y, operations, leaves).items()
-            if name in wanted
+            for name, node in missed(tape.y, tape.operations or (), tape.leaves).items()
+            if name in leaves
         }
-        ids = {id(leaves[name]) for name in wanted}
-        operations = [op for op in operations if any(ids & operand.leaves() for operand in op.operands)]
-        examples = _merged(operations, _probed(tape, operations))
-        uses = _by_parameter(examples, {name: leaves[name] for name in wanted})
+        uses = _by_parameter(examples, leaves)
         for name, entry in uses.items():
             if any(examples[use.operation] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
-        rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
+        rest = [name for name in model.params if name in uses and name not in reasons]
         self._decide(model, by_name, rest, uses, leaves)
         for name in rest:
             if not isinstance(self._blocks[name].rule, EntriesRule):
@@ -578,14 +614,16 @@ class OperationLayers:
             ):
                 self.diagonals[name] = _NO_DATA
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
-        result: list[Use] = []
+        numbers = {operation: number for number, operation in enumerate(examples)}
+        planned: list[_PlannedUse] = []
         for block in blocks:
-            placed = _uses(block, uses, examples, leaves)
-            if placed is None or any(name not in rest for name in block.names):
+            of_block = _planned(block, uses, numbers, leaves)
+            if of_block is None or any(name not in rest for name in block.names):
                 reasons |= dict.fromkeys(block.names, _OTHERWISE)
             else:
-                result += placed
-        return [block for block in blocks if not any(name in reasons for name in block.names)], result, reasons
+                planned += of_block
+        blocks = [block for block in blocks if not any(name in reasons for name in block.names)]
+        return _Resolution(blocks, planned, reasons)
 
     def _decide(
         self,
@@ -610,8 +648,10 @@ class OperationLayers:
                 continue
             members = [name, biases[name]] if name in biases else [name]
             packing, turned = packings.get(name, (None, []))
-            lookups = [use.operation.index is not None for use in uses[name]]
-            kinds = dict.fromkeys(zip(turned, lookups, strict=True)) if packing is not None else ()
+            pairs = zip(turned, uses[name], strict=True) if packing is not None else ()
+            kinds = dict.fromkeys(
+                (flip, use.operation.index is not None, bool(use.operation.axes)) for flip, use in pairs
+            )
             block = _block(members, packing, kinds, by_name, device)
             self._blocks |= dict.fromkeys(members, block)
 
@@ -624,6 +664,11 @@ class _Used:
     operation: Operation
     operand: Operand
     indices: Indices | None  # of a product with a view of it
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether the inputs are one-hot, and whether it is a convolution."""
+        return self.operation.index is not None, bool(self.operation.axes)
 
     @property
     def in_product(self) -> bool:
@@ -641,10 +686,7 @@ def _by_parameter(operations: Iterable[Operation], leaves: Mapping[str, Tensor])
     result: dict[str, list[_Used]] = {}
     for operation in operations:
         for operand in operation.operands:
-            for at in operand.leaves():
-                name = names.get(at)
-                if name is None:
-                    continue
+            for name in (names[leaf] for leaf in operand.leaves if leaf in names):
                 indices = None
                 if operand is operation.weight and not operation.entrywise:
                     indices = indices_of(operand, operation.roles, operation.groups, leaves[name])
@@ -807,13 +849,13 @@ def _aligned(packing: Packing, use: _Used, biases: Sequence[_Used], leaf: Tensor
 def _block(
     names: Sequence[str],
     packing: Packing | None,
-    kinds: Iterable[tuple[bool, bool]],
+    kinds: Iterable[tuple[bool, bool, bool]],
     by_name: Mapping[str, ParameterSlice],
     device: torch.device,
 ) -> Block:
     """A layer of these parameters: a weight, its bias; with facets where the weight is used in several ways.
 
-    ``kinds``: whether it is transposed, and whether its inputs are one-hot.
+    ``kinds``: whether it is transposed, whether its inputs are one-hot, and whether it is that of a convolution.
     """
     entry = tuple(replace(by_name[name], key=name) for name in names)
     ordered = tuple(sorted(names, key=lambda name: by_name[name].start))
@@ -826,7 +868,7 @@ def _block(
     if packing is None:
         return block(EntriesRule())
     ways = sorted(kinds, key=lambda kind: kind[1])  # first one whose inputs are not one-hot
-    blocks = [block(ProductRule(packing.swapped() if flip else packing, one)) for flip, one in ways]
+    blocks = [block(ProductRule(packing.swapped() if flip else packing, one, cut)) for flip, one, cut in ways]
     if len(blocks) == 1:
         return blocks[0]
     facets = tuple(Facet(kind, kind_of_use[0] != ways[0][0]) for kind, kind_of_use in zip(blocks, ways, strict=True))
@@ -840,7 +882,7 @@ def _saved(block: Block) -> dict[str, Any]:
         return {"names": names}
     rules = [kind.rule for kind in block.kinds if isinstance(kind.rule, ProductRule)]
     first = rules[0].packing
-    kinds = [[rule.packing != first, rule.lookup] for rule in rules]
+    kinds = [[rule.packing != first, rule.lookup, rule.pixels] for rule in rules]
     return {"names": names, "splits": [list(sizes) for sizes in first.splits], "roles": first.roles, "kinds": kinds}
 
 
@@ -852,50 +894,82 @@ def loaded(model: Model, blocks: Iterable[Block], state: Iterable[Mapping[str, A
         packing, kinds = None, []
         if "roles" in saved:
             packing = Packing(tuple(tuple(sizes) for sizes in saved["splits"]), saved["roles"])
-            kinds = [(bool(flip), bool(one)) for flip, one in saved["kinds"]]
+            kinds = [(bool(flip), bool(one), any(pixels)) for flip, one, *pixels in saved["kinds"]]
         out.append(_block(saved["names"], packing, kinds, by_name, model.example.device))
     return out
 
 
-def _uses(
+@final
+@dataclass(frozen=True)
+class _PlannedUse:
+    """A use of a layer: the number of its operation, its rule without that, the parameter, and if it is the bias."""
+
+    kind: Block
+    rule: OperationRule
+    operation: int
+    name: str
+    of_bias: bool
+
+    def at(self, operation: Operation, examples: RowExamples | None, leaves: Mapping[str, Tensor]) -> Use:
+        """The use in a pass."""
+        rule: Rule = replace(self.rule, operation=operation, examples=examples)
+        if isinstance(rule, EntriesRule):
+            rule = replace(rule, operand=operation.bias if self.of_bias else operation.weight, leaf=leaves[self.name])
+        shapes = (torch.Size(operation.shape),)
+        return Use(Ruled(self.kind.modules[0], rule, {}), Call((), {}), (operation.edge,), shapes, operation.half)
+
+
+@final
+@dataclass(frozen=True)
+class _Resolution:
+    """What is alike in all passes of one form: the layers, their uses, and why parameters have none."""
+
+    blocks: Sequence[Block]
+    uses: Sequence[_PlannedUse]
+    reasons: Mapping[str, str]
+
+    def layers_of(self, blocks: Mapping[str, Block]) -> bool:
+        """Whether these are still the layers of their parameters."""
+        return all(blocks.get(name) is block for block in self.blocks for name in block.names)
+
+
+def _planned(
     block: Block,
     uses: Mapping[str, Sequence[_Used]],
-    examples: RowsOf,
+    numbers: Mapping[Operation, int],
     leaves: Mapping[str, Tensor],
-) -> list[Use] | None:
-    """The uses of a layer in a pass; None if one does not fit its packing."""
+) -> list[_PlannedUse] | None:
+    """The uses of a layer; None if one does not fit its packing."""
     name, *bias = block.keys
     if bias:  # it must be used with the weight only
         assert isinstance(block.rule, ProductRule)
         if not _aligned_all(block.rule.packing, uses.get(bias[0], ()), uses[name], leaves[bias[0]]):
             return None
-    out: list[Use] = []
+    out: list[_PlannedUse] = []
     for use in uses[name]:
-        operation = use.operation
-        fitting = ((kind, rule) for kind in block.kinds if (rule := _rule_of_use(kind, use, examples, leaves[name])))
+        fitting = ((kind, rule) for kind in block.kinds if (rule := _rule_of_use(kind, use)))
         kind, rule = next(fitting, (None, None))
         if kind is None or rule is None:
             return None
-        ruled, shapes = Ruled(kind.modules[0], rule, {}), (torch.Size(operation.shape),)
-        out.append(Use(ruled, Call((), {}), (operation.edge,), shapes, operation.half))
+        out.append(_PlannedUse(kind, rule, numbers[use.operation], name, use.operand is use.operation.bias))
     return out
 
 
-def _rule_of_use(kind: Block, use: _Used, examples: RowsOf, leaf: Tensor) -> Rule | None:
-    """The rule of a use of a kind of block; None if it does not fit the packing."""
-    rule, of_rows = kind.rule, examples[use.operation]
+def _rule_of_use(kind: Block, use: _Used) -> OperationRule | None:
+    """The rule of a use of a kind of block, without its operation; None if it does not fit the packing."""
+    rule = kind.rule
     if isinstance(rule, EntriesRule):
-        return EntriesRule(use.operand, leaf, operation=use.operation, examples=of_rows)
+        return rule
     assert isinstance(rule, ProductRule)
-    if use.indices is None or rule.lookup != (use.operation.index is not None):
+    if use.indices is None or (rule.lookup, rule.pixels) != use.kind:
         return None
     packing = rule.packing
-    at = {role: packing.index(role, entry) for role, entry in use.indices.items()}
+    index = {role: packing.index(role, entry) for role, entry in use.indices.items()}
     for role, entry in use.indices.items():  # along a role nothing else may vary
         for other in "coi".replace(role, ""):
             where = packing.index(other, entry)
             if bool((where != where[0]).any()):
                 return None
     sizes = dict(zip("coi", packing.shape, strict=True))
-    c, o, i = (None if torch.equal(at[r], torch.arange(sizes[r])) else at[r] for r in "coi")
-    return ProductRule(packing, rule.lookup, c, o, i, operation=use.operation, examples=of_rows)
+    c, o, i = (None if torch.equal(index[r], torch.arange(sizes[r])) else index[r] for r in "coi")
+    return replace(rule, c=c, o=o, i=i)

@@ -18,9 +18,9 @@ Every use is z = W a + b with rows r of a [r c i] and groups c with weights of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, TypeAlias, final
 
@@ -153,11 +153,21 @@ class Operand:
         result.shape, result.unexpanded = torch.Size((size, *self.shape[1:])), (size, *self.unexpanded[1:])
         return result
 
-    def leaves(self) -> set[int]:
+    @cached_property
+    def leaves(self) -> frozenset[int]:
         """The ids of the parameters that it depends on."""
         if isinstance(self.at, Tensor):
-            return {id(self.at)}
-        return {id(node.variable) for node in nodes([self.at.node]) if hasattr(node, "variable")}
+            return frozenset([id(self.at)])
+        return frozenset(id(node.variable) for node in nodes([self.at.node]) if hasattr(node, "variable"))
+
+    def place(self, leaves: Mapping[str, Tensor], names: Mapping[int, str]) -> Hashable:
+        """What ``locate`` depends on, the same in every pass; ``names``: of the parameters, by their ids."""
+        own = sorted(names[leaf] for leaf in self.leaves if leaf in names)
+        starts = [
+            (name, self._start - int(leaves[name].storage_offset()), self.storage == storage(leaves[name]))
+            for name in own
+        ]
+        return (*starts, self.shape, self._stride, self._copies)
 
 
 # Uses.
@@ -183,6 +193,7 @@ class Operation:
     groups: int = 1  # c, where an axis of the weight has two roles
     index: Tensor | None = None  # [r] of a lookup: a is one-hot there, or zero where the row has no member
     members: Callable[[], Tensor] | None = None  # [r c], one where a row belongs to a group; None: to all
+    axes: tuple[Axis, ...] = ()  # of a convolution: what its outputs read of the images ``data``
     data: Tensor | None = None  # what a is made of
     version: int = 0
     edge: GradientEdge | None = None
@@ -205,16 +216,30 @@ class Operation:
                     return True
         return False
 
+    def place(self, leaves: Mapping[str, Tensor], names: Mapping[int, str]) -> Hashable:
+        """All that decides which layer it is a use of, the same in every pass."""
+        what = self.name, self.roles, self.bias_roles, self.scale, self.groups, self.index is None, self.axes
+        return (*what, *((operand is self.bias, operand.place(leaves, names)) for operand in self.operands))
+
     def inputs(self) -> Tensor:
         """a [r c i], detached, as it was when the operation ran."""
         if self.read is None:
             raise NatgradError(f"an offset ({self.name}) has no inputs")  # never asked for
+        self._check_data()
+        return self.read().detach()
+
+    def images(self) -> Tensor:
+        """The images [n ch *spatial] that a convolution reads, detached."""
+        assert self.data is not None
+        self._check_data()
+        return self.data.detach()
+
+    def _check_data(self) -> None:
         if self.data is not None and version(self.data) != self.version:
             raise NatgradError(
                 f"the input of the operation {self.name} was changed in place after its use: write a copy instead, "
                 "x = x.clone(), before the operation that changes it"
             )
-        return self.read().detach()
 
     def cotangents(self, g: Tensor) -> Tensor:
         """g [k r c o] from cotangents [k *output]."""
@@ -425,7 +450,7 @@ def _convolution(
         return None
     k = w.ndim - 2
     sizes = zip(w.shape[2:], *(list(v) * (k // len(v)) for v in (stride, dilation, pad)), strict=True)
-    axes = [Axis(kernel, step, apart, before=side, after=side) for kernel, step, apart, side in sizes]
+    axes = tuple(Axis(kernel, step, apart, before=side, after=side) for kernel, step, apart, side in sizes)
 
     def cut(t: Tensor) -> Tensor:
         return patches(t, axes, c).flatten(0, 1)
@@ -436,9 +461,8 @@ def _convolution(
     if not mirrored:
         roles = ("co", *["i"] * (w.ndim - 1))
         bias_roles = ("co",) if p(b) else ()
-        return Operation(
-            "product", whole, lambda: cut(x), p(w), roles if p(w) else (), p(b), bias_roles, groups=c, data=x
-        )
+        of_weight, of_bias = (p(w), roles if p(w) else ()), (p(b), bias_roles)
+        return Operation("product", whole, lambda: cut(x), *of_weight, *of_bias, groups=c, axes=axes, data=x)
     roles = ("ci", *["o"] * (w.ndim - 1))
     result = [Operation("product", cut, lambda: whole(x), p(w), roles, groups=c, data=x)] if p(w) else []
     return result + ([_entries(p, _last, None, b, x, "offset")] if p(b) else [])

@@ -41,15 +41,6 @@ T = TypeVar("T")
 # Edges of the autograd graph, at which cotangents are read.
 
 
-def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge | None:
-    """The edge of the first argument, if no other argument has another edge."""
-    if not args or not isinstance(args[0], Tensor) or args[0].grad_fn is None:
-        return None
-    others = (t for t in tensors_of((args, dict(kwargs))) if t.grad_fn is not None)
-    same = all(t.grad_fn is args[0].grad_fn and t.output_nr == args[0].output_nr for t in others)
-    return edge_of(args[0]) if same else None
-
-
 def apart(output: Any, given: Collection[Any]) -> Any:
     """The outputs of a module, cloned if another output was computed from them, so that each has its own node.
 
@@ -135,7 +126,6 @@ class Use:
     edges: tuple[GradientEdge | None, ...]  # None for an output without a gradient
     shapes: tuple[torch.Size, ...]
     half: bool  # whether an output is in float16
-    source: GradientEdge | None = None  # of the first argument of a replayed module, if only that has a gradient
     axis: BatchAxis | None = None  # in the graph, if call and shapes are of a view (see ``with_batch_first``)
 
     @property
@@ -272,14 +262,14 @@ class Recorder:
         call = Call(map_tensors(args, _constant), map_tensors(kwargs, _constant), module.training)
         if module in self._replayed:
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
-            output, source = apart(output, given), source_of(args, kwargs)
+            output = apart(output, given)
             of = Ruled(module, self._rules[module], leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given))
         else:
-            of, source = self._ruled(module), None
+            of = self._ruled(module)
         outputs = tensors_of(output)
         edges = tuple(edge_of(t) if t.requires_grad else None for t in outputs)
         half = any(t.dtype is torch.float16 for t in outputs)
-        self.uses.append(Use(of, call, edges, tuple(t.shape for t in outputs), half, source))
+        self.uses.append(Use(of, call, edges, tuple(t.shape for t in outputs), half))
         return output if module in self._replayed else None
 
     def _listens(self) -> bool:

@@ -330,6 +330,34 @@ def test_factors_of_an_operation_are_those_of_the_module(run: Run, shapes: Any, 
         close(found[f"w.0/{side}"], expected[f"weight/{side}"])
 
 
+class Blurred(nn.Module):
+    """A convolution with a bias, and a ReLU that is off at many pixels; by a module or without."""
+
+    def __init__(self, layer: nn.Conv2d | None, w: Tensor, b: Tensor, groups: int) -> None:
+        super().__init__()
+        self.layer, self.groups = layer, groups
+        if layer is None:
+            self.weight, self.bias = nn.Parameter(w), nn.Parameter(b)
+        else:
+            layer.weight, layer.bias = nn.Parameter(w), nn.Parameter(b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 4 h w] to [n 6]."""
+        z = F.conv2d(x, self.weight, self.bias, 2, 1, 2, self.groups) if self.layer is None else self.layer(x)
+        return F.max_pool2d(z.relu(), 2).flatten(1)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker])
+def test_factors_of_a_functional_convolution_are_those_of_the_module(structure: Any, groups: int, sharing: Any) -> None:
+    layer = nn.Conv2d(4, 6, 3, 2, 1, 2, groups).double()
+    w, b = normal(6, 4 // groups, 3, 3), normal(6)
+    pair = [ng.pullback(Blurred(each, w, b, groups), IMAGE, ng.Euclidean()) for each in (None, layer)]
+    found, expected = (structure(sharing, strict=True).estimate(pb) for pb in pair)
+    close(found.dense(), expected.dense())
+
+
 def test_factors_of_stacked_experts_are_those_of_experts_as_modules() -> None:
     model = Of(experts, (3, 3, 4))
     apart = [nn.Linear(4, 3, bias=False).double() for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import natgrad as ng
 from natgrad.model import Model
 from natgrad.pullbacks.batch_axis import StatusCache
 from natgrad.pullbacks.pullback import Batch, Observer, layers_of
+from natgrad.pullbacks.row_examples import Probe
 from natgrad.pullbacks.tape import record
 
 
@@ -215,3 +217,35 @@ def test_a_parameter_is_unused_where_no_gradient_comes_to_it(written: Callable[[
     grads = torch.autograd.grad(m(x).sum(), list(m.parameters()), allow_unused=True)
     without = {name for (name, _), g in zip(m.named_parameters(), grads, strict=True) if g is None}
     assert {name for block in pb.unused.values() for name in block.names} == without
+
+
+class Sequence(nn.Module):
+    """Tokens and their positions, attention, and a bare weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe, self.out = nn.Embedding(7, 4), nn.Embedding(32, 4), nn.Linear(4, 3)
+        self.w = nn.Parameter(torch.eye(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        return self.out((F.scaled_dot_product_attention(h, h, h) @ self.w).mean(1))
+
+
+def test_batches_of_any_length_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for modules and once for operations, in all pullbacks, as long as no two sizes agree by chance."""
+    probes: list[Probe] = []
+    show = Probe.show
+
+    def counted(self: Probe, rows: Callable[[Tensor], Any]) -> list[Tensor]:
+        probes.append(self)
+        return show(self, rows)
+
+    monkeypatch.setattr(Probe, "show", counted)
+    m = Sequence()
+    for n, t in ((5, 6), (5, 9), (11, 13), (6, 19)):
+        pb = ng.pullback(m, torch.randint(7, (n, t)), ng.Euclidean())
+        assert pb.reasons == {}
+    assert len(probes) == 2
+    ng.pullback(m, torch.randint(7, (4, 6)), ng.Euclidean())  # as many examples as features
+    assert len(probes) == 4
