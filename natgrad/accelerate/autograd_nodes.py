@@ -66,7 +66,8 @@ def place_arguments(nodes: Iterable[Any]) -> list[tuple[int, ...]]:
 def _keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """There are few types of nodes, and every estimate asks."""
     saved = vars(kind)
-    return tuple(sorted(_AXES.intersection(saved))), tuple(sorted(_PLACES.intersection(saved)))
+    places = () if kind.__name__.startswith("Lerp") else _PLACES.intersection(saved)  # whose end is a tensor
+    return tuple(sorted(_AXES.intersection(saved))), tuple(sorted(places))
 
 
 def edge_of(output: Tensor) -> GradientEdge:

@@ -208,7 +208,8 @@ class Pullback:
     unreached: frozenset[str]
     reasons: Mapping[str, str]
     memory: int  # bytes that a structure may occupy
-    tape: Tape  # of the pass
+    recorded: Tape | None  # of the pass; None after ``release``
+    record_again: Callable[[], Tape]
     operations: OperationLayers
     logger: OnceLogger
     graph_cache: GraphCache[None] | None = None  # CUDA graphs of second moments, for a model that is used repeatedly
@@ -230,7 +231,14 @@ class Pullback:
 
     def release(self) -> None:
         """Drop the graph of the pass, which belongs to the user's backward pass."""
-        self.tape = Tape(self.tape.y.detach(), ())
+        self.recorded = None
+
+    @property
+    def tape(self) -> Tape:
+        """Of the pass or, where that was released, of another one."""
+        if self.recorded is None:
+            self.recorded = self.record_again()
+        return self.recorded
 
     @property
     def model(self) -> Model:
@@ -735,9 +743,8 @@ class Observer:
         """The pullback at a batch, by a forward pass of the library."""
         while True:
             asked = self.operations
-            tape = record(self.model, self.blocks, batch.x, operations=asked)
             try:
-                return self.assemble(batch, tape, averaged=averaged, optional=optional)
+                return self.assemble(batch, self._recorded(batch.x), averaged=averaged, optional=optional)
             except OperationsNeededError:  # once
                 assert not asked
 
@@ -821,12 +828,16 @@ class Observer:
             unreached=status.unreached,
             reasons=reasons,
             memory=self.bound,
-            tape=tape,
+            recorded=tape,
+            record_again=lambda: self._layers(self._recorded(batch.x)).tape,
             operations=self.cache.operations,
             logger=self.logger,
             graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
+
+    def _recorded(self, x: Inputs) -> Tape:
+        return record(self.model, self.blocks, x, operations=self.operations)
 
     def _layers(self, tape: Tape) -> PassLayers:
         """The layers of a pass whose outputs have the examples on their first axis."""
