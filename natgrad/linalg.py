@@ -299,7 +299,7 @@ def powered(values: Tensor, power: float, what: str) -> Tensor:
 def without_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Eigenvalues [* d] of a matrix RᵀR that was computed in ``dtype``, of which none is negative.
 
-    Those up to ε times the largest, about the error of an entry of the matrix, are zero: half of what is zero would be
+    Values up to ε times the largest, about the error of an entry of the matrix, are zero: half of what is zero would be
     positive otherwise, and log det(RᵀR + λ) of a small λ too large. An inverse keeps them: R has the same error, and
     R(RᵀR + λ)⁻¹Rᵀ would exceed 1.
 

@@ -165,7 +165,7 @@ class ResidualFunction:
         self._calls = _Calls(0, 0)
 
     def of(self, rows: Tensor) -> ResidualFunction:
-        """Those of some of the fits."""
+        """The residuals of some of the fits."""
         some = copy.copy(self)
         some.args, some.unknowns = (
             tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args),

@@ -34,7 +34,7 @@ class AdamWUpdate:
         self._groups, self._members, self._state = groups, members, state
 
     def gradients(self, grads: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-        """Those of its parameters among the gradients, in the order of the groups, and whether none is missing."""
+        """The gradients of its parameters, in the order of the groups, and whether none is missing."""
         names = [name for pairs in self._members for name, _ in pairs]
         mine = {name: grads[name] for name in names if name in grads}
         return mine, len(mine) == len(names)

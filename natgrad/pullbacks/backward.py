@@ -273,7 +273,7 @@ def _uses_above_others(tape: Tape, blocks: Sequence[Block]) -> Sequence[int]:
 
 
 def above(ends: Collection[Any]) -> set[Any]:
-    """Those of the nodes ``ends`` of a graph below which there are others of them."""
+    """The nodes of ``ends`` that are above another one of ``ends``."""
     leads = dict.fromkeys(ends, True)  # whether a node is one of them, or above one
     upper = set()
     for end in ends:

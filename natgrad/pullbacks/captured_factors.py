@@ -119,7 +119,7 @@ class CapturedKernels:
             self._inputs_after(self.reached_positions.take(whole=True))
 
     def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
-        """Where a graph is to put which positions of these layers count, [n r]; not of those of which all do.
+        """Buffers [n r] for the position masks of these layers; none where all positions count.
 
         Cached for the sizes of the last pass. The first pass of a size fills them here. Where cotangents do not tell,
         there is none.
@@ -176,7 +176,7 @@ class CapturedKernels:
                 self.layers.put_inputs_after(b, self.tape, self.sink, any_of(masks))
 
     def _unsettled(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
-        """Whether what some layers read, of which these are the first and the last, keeps coming at new addresses."""
+        """Whether the inputs of these layers keep changing address; the first and the last tensor tell."""
         return self.graphs.unsettled(tensors, key)
 
     def _put_padded_inputs(

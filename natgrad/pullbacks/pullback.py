@@ -736,7 +736,7 @@ class Observer:
         params = self.model.params
         before = {name: version_of(p) for name, p in params.items()}
         pb = self.of(Batch(self.model, x, target))
-        # Those that the pass itself writes to (an embedding with max_norm) are not watched: every pass does.
+        # Parameters that the pass itself writes to (an embedding with max_norm) are not watched: every pass does.
         return replace(pb, versions={name: v for name, v in before.items() if version_of(params[name]) == v})
 
     def of(self, batch: Batch, averaged: bool = False, optional: Collection[str] = ()) -> Pullback:

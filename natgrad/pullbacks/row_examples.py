@@ -212,7 +212,7 @@ class Probe:
                 if bool(((regular == label) | (label < 0)).all()):
                     return RowExamples(n, before)
         # Rows that nothing depends on go with the last before them that something does: the padding of a sequence.
-        # Those without one, such as a value that was computed on the way to its derivative, are spread over the
+        # Rows without one, such as a value that was computed on the way to its derivative, are spread over the
         # examples.
         every = torch.arange(rows, device=label.device)
         last = torch.where(label >= 0, every, -1).cummax(0).values if rows else every

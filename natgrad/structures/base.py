@@ -395,7 +395,7 @@ class Operator(ABC):
         return values
 
     def _damped_eigenvalues(self, damping: Damping) -> Tensor:
-        """Those of G + λ [p], of which none is zero up to rounding."""
+        """The eigenvalues of G + λ [p], of which none is zero up to rounding."""
         damped = self._spectrum() + self.absolute(damping)
         check_finite(damped, "the metric")
         rounding = len(damped) * torch.finfo(self.layout.dtype).eps

@@ -251,7 +251,7 @@ class KernelOperator(RootedOperator):
         return self.power * logdet
 
     def eigenvalues(self) -> Tensor:
-        """Those of R Rᵀ, and P − NK zeros; where there are more rows than parameters, the largest P of them."""
+        """The eigenvalues of R Rᵀ, and P − NK zeros; with more rows than parameters, the largest P."""
         values = eigvalsh(self.gram().double(), "the kernel")[-self.layout.size :]
         values = without_rounding(values, self.layout.dtype)
         return torch.cat([values, values.new_zeros(self.layout.size - len(values))])

@@ -516,7 +516,7 @@ class LayerOperator(Operator):
 
     @property
     def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
-        """Those of which an average is taken."""
+        """The tensors of which an average is taken."""
         return {"S": self.left, "A": self.right}
 
     @cached_property
@@ -828,7 +828,7 @@ def in_fallback(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fallback_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of the fallback, by their names there."""
+    """The tensors of the fallback, by their names there."""
     return {key.removeprefix(FALLBACK): t for key, t in tensors.items() if key.startswith(FALLBACK)}
 
 
