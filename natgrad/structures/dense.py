@@ -149,7 +149,7 @@ class MatrixOperator(Operator):
         return PseudoInverse(self.layout, tuple(index for _, index, _ in batches), tuple(roots))
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        return restored_inverse(self.layout, self.indices, tensors)
+        return restore_inverse(self.layout, self.indices, tensors)
 
 
 @final
@@ -554,7 +554,7 @@ def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: fl
     return root.masked_fill_(unused.unsqueeze(-1) != unused.unsqueeze(-2), 0.0)
 
 
-def restored_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
+def restore_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
     """The inverse with these tensors, of matrices at these flattened positions."""
     batches = tuple(index for _, index, _ in _batched(indices, indices))
     for kind in (CholeskyInverse, PseudoInverse, PowerInverse):

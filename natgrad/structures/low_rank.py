@@ -25,7 +25,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure
-from natgrad.structures.dense import CholeskyInverse, Dense, restored_inverse
+from natgrad.structures.dense import CholeskyInverse, Dense, restore_inverse
 from natgrad.structures.kernel import Kernel
 from natgrad.structures.woodbury import Columns, RangeInverse, WoodburyInverse
 
@@ -70,14 +70,14 @@ class LowRank(Structure):
         if pullback.model.size <= pullback.columns * pullback.n:
             matrix = Dense().estimate(pullback).matrix
             values, u = leading(matrix, self.rank)
-            return floored(layout, u, values, matrix.diagonal(), self.rank).with_power(self.power)
+            return with_floor(layout, u, values, matrix.diagonal(), self.rank).with_power(self.power)
         # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
         kernel = Kernel().estimate(pullback)
         values, w = leading(kernel.gram(), self.rank)
         u = values.new_empty(layout.size, values.numel())
         for j, value in enumerate(values):
             u[:, j] = kernel.pull(w[:, j].view(kernel.factors[0].g.shape[:2])) / value.sqrt()
-        return floored(layout, u, values, kernel.diagonal(), self.rank).with_power(self.power)
+        return with_floor(layout, u, values, kernel.diagonal(), self.rank).with_power(self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
         layout = Layout.of(model.params, tensors["values"].dtype)
@@ -162,7 +162,7 @@ class LowRankOperator(Operator):
         here, there = (replace(G, power=1.0).diagonal() for G in (self, new))
         diagonal = torch.lerp(here, there, weight)
         values, w = leading(root.T @ root, self.rank)
-        joined = floored(self.layout, root @ w / values.sqrt(), values, diagonal, self.rank)
+        joined = with_floor(self.layout, root @ w / values.sqrt(), values, diagonal, self.rank)
         return joined.with_power(self.power)
 
     def nonnegative(self) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ class LowRankOperator(Operator):
             return WoodburyInverse(self.layout, Columns(tensors["root"]), tensors["scale"], tensors["factor"])
         if "inside" in tensors:
             return RangeInverse(self.layout, Columns(tensors["vectors"]), tensors["inside"], tensors["outside"])
-        return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.floor.device)], tensors)
+        return restore_inverse(self.layout, [torch.arange(self.layout.size, device=self.floor.device)], tensors)
 
     def inverse(self, damping: Damping) -> Inverse:
         if self.power == 0:
@@ -238,7 +238,7 @@ def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return values[keep], vectors[:, keep]
 
 
-def floored(layout: Layout, u: Tensor, values: Tensor, diagonal: Tensor, rank: int) -> LowRankOperator:
+def with_floor(layout: Layout, u: Tensor, values: Tensor, diagonal: Tensor, rank: int) -> LowRankOperator:
     """U diag(s) Uᵀ with the floor that restores ``diagonal`` [p]; below zero is rounding, as the rest is PSD.
 
     Parameters that nothing depends on, whose diagonal is zero, are outside of the range of U exactly.
