@@ -16,7 +16,7 @@ import torch
 from examples.gallery import style
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
+SCRIPTS = sorted((ROOT / "examples" / "gallery").rglob("plot_*.py"))
 
 
 @pytest.fixture
