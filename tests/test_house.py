@@ -192,7 +192,7 @@ LINES: dict[str, int] = {
     "data": 21,
     "families": 2017,
     "fit": 2231,
-    "gradients": 880,
+    "gradients": 925,
     "functionspace": 1283,
     "invariance": 546,
     "kernels": 466,

@@ -30,10 +30,12 @@ from natgrad.errors import NonFiniteError
 from natgrad.geometry import refuse_sparse
 from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of, tensors_of
 from natgrad.gradients.earlier_checkpoints import converted
+from natgrad.gradients.shards import gradient_of, is_sharded, local, shard, total_over_shards, whole
 from natgrad.linalg import Damping, Relative, is_number, is_rounding, number_of
 from natgrad.log import listed
 from natgrad.model import check_types
 from natgrad.optim.adamw import begin_moments
+from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import check_keys, check_numbers, common_damping, corrected_weight
 
 Parameters: TypeAlias = (
@@ -119,6 +121,9 @@ class GradientOptimizer(torch.optim.Optimizer):
         flat = [p.ndim < 2 or min(len(p), p.numel()) < 2 or p[0].numel() < 2 for g in given for p in tensors_of(g)]
         self._takes_vectors = not self.polar or all(flat)
         self._assignments: list[list[Assignment]] = []
+        self._sharded: list[Tensor] = [p for group in given for p in tensors_of(group) if is_sharded(p)]
+        if isinstance(params, nn.Module):
+            refuse_flat_shards(params)
         self._refresh()
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(given, numbers | {"steps": 0})
@@ -201,7 +206,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             matrices, others = list[Member](), list[Member]()
             for p, a in zip(group["params"], of_group, strict=True):
                 if p.grad is not None:
-                    grads[a.name], state = p.grad, self.state[p]
+                    grads[a.name], state = p.grad if not self._sharded else gradient_of(p), self.state[p]
                     is_new = is_new or not state
                     (matrices if a.is_matrix else others).append((p, a, state))
             moving.append((matrices, others))
@@ -216,7 +221,7 @@ class GradientOptimizer(torch.optim.Optimizer):
         def run(gradients: Sequence[Tensor], numbers: Sequence[Scalar]) -> Tensor | None:
             named = dict(zip(grads, gradients, strict=True))
             if asynchronous:
-                self._flag.look({"norm": fused.total_norm(gradients)})
+                self._flag.look({"norm": self._norm(gradients)})
             self._move(moving, named, numbers, step)
             for group, (_, others), rate in zip(self.param_groups, moving, numbers[1:], strict=False):
                 if others:
@@ -235,14 +240,21 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     def _check(self, grads: Mapping[str, Tensor]) -> None:
         """Raise unless the gradients are finite and, where there are second moments, their squares."""
-        if math.isfinite(fused.total_norm(list(grads.values()))):
+        if math.isfinite(self._norm(list(grads.values()))):
             return
-        self._flag.check(grads, "the gradient")
+        self._flag.check({name: g for name, g in grads.items() if g.numel()}, "the gradient")
+        if self._sharded:
+            raise NonFiniteError("a gradient holds NaN or infinity in another process. Nothing was changed")
         if self.letters:
             raise NonFiniteError(
                 f"the square of the gradient of {listed(grads)} holds NaN or infinity. Nothing was changed: lower the "
                 "learning rate, or clip the gradient"
             )
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Σ ‖∇‖ of all processes that have shards of these parameters."""
+        norm = fused.total_norm(gradients)
+        return total_over_shards(norm, self._sharded[0]) if self._sharded else norm
 
     def _numbers(self, step: int) -> list[float]:
         """The weight of this gradient in moving averages, the rates of all groups, its weights in corrected momenta."""
@@ -283,7 +295,7 @@ class GradientOptimizer(torch.optim.Optimizer):
         v: dict[str, Tensor] = {}
         for members, batch, V in zip(alike.values(), batches, directions, strict=True):
             for ((p, a, _), _), W in zip(members, batch.divided(V), strict=True):
-                v[a.name] = a.join(W).to(p.dtype)
+                v[a.name] = a.join(W).to(p.dtype) if not self._sharded else shard(a.join(W).to(p.dtype), p)
         self._flag.check(v, "the step")
         gate = self._flag.value
         for group, (matrices, _), Ms, rate in zip(self.param_groups, moving, followed, numbers[1:], strict=False):
@@ -296,6 +308,8 @@ class GradientOptimizer(torch.optim.Optimizer):
                 new.append(grads[a.name])
                 if μ:
                     momenta.append(state["momentum"])
+            if self._sharded:
+                params, momenta = list(map(local, params)), list(map(local, momenta))
             fused.descend_(params, steps, rate, decay=group["weight_decay"], gate=gate)
             if μ and self.nesterov:
                 fused.average_(momenta, new, 1 - μ, gate=gate)
@@ -315,6 +329,8 @@ class GradientOptimizer(torch.optim.Optimizer):
             momenta.append(state.get("momentum", p))
         if not μ:
             return gradients
+        if self._sharded:
+            momenta = list(map(local, momenta))
         if self.nesterov:
             return fused.lerp(momenta, gradients, 1 - μ**2)
         averaged = fused.averaged(momenta, gradients, weight)
@@ -326,9 +342,12 @@ class GradientOptimizer(torch.optim.Optimizer):
         stacks, sizes, types = [], [], []
         for members in alike:
             Ms, Gs, states, counts = [], [], [], []
-            for (_, a, state), M in members:
+            for (p, a, state), M in members:
+                G = grads[a.name]
+                if self._sharded:
+                    M, G = whole(M, p), whole(G, p)
                 Ms.append(a.split(M))
-                Gs.append(a.split(grads[a.name]))
+                Gs.append(a.split(G))
                 states.append(state)
                 counts.append(a.sizes[0])
             types.append(Ms[0].dtype)
@@ -463,6 +482,8 @@ def adamw(
         means.append(state["exp_avg"])
         squares.append(state["exp_avg_sq"])
         counts.append(state["step"])
+    if any(map(is_sharded, params)):
+        params, means, squares = (list(map(local, tensors)) for tensors in (params, means, squares))
     fused.adamw_(
         params,
         gradients,

@@ -268,6 +268,15 @@ def _described(problem: Exception) -> NatgradError:
     return NatgradError(f"{type(problem).__name__}: {problem}")
 
 
+def refuse_flat_shards(model: nn.Module) -> None:
+    """Raise if FSDP holds the parameters as parts of one vector, which do not tell their rows and columns."""
+    if "FullyShardedDataParallel" in {cls.__name__ for module in model.modules() for cls in type(module).__mro__}:
+        raise IncompatibleError(
+            "FullyShardedDataParallel holds parameters as parts of one vector, which have no rows and columns: use "
+            "torch.distributed.fsdp.fully_shard"
+        )
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Raise if processes hold shards of the parameters, by the name of what divides them.
 
