@@ -78,6 +78,16 @@ def edge_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, output.output_nr)
 
 
+def not_viewed(output: Tensor) -> Tensor:
+    """The same numbers in the same memory, not as a view: what is done to them in place then has its own node.
+
+    >>> output = torch.nn.Linear(2, 2)(torch.ones(1, 3, 2))
+    >>> output.grad_fn.name(), not_viewed(output).relu_().grad_fn.name()
+    ('ViewBackward0', 'ReluBackward0')
+    """
+    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+
+
 def computes_gradient(leaves: Iterable[Tensor]) -> bool:
     """Whether the backward pass that is running computes the gradient of one of these leaves.
 

@@ -568,6 +568,7 @@ class BackwardSource(PassSource):
     """
 
     _estimates: Sequence[tuple[int, KroneckerInBackward]] = ()  # of this step, with their numbers of examples
+    _graphs: Mapping[KroneckerInBackward, tuple[Tape, Any]] = {}  # of those that wait for the outputs' cotangents
 
     def take(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> None:
         self.show(raw, of_user)
@@ -601,6 +602,31 @@ class BackwardSource(PassSource):
         kronecker = cast(Kronecker, tracker.structure)  # as ``check_source`` has seen
         estimate = kronecker.in_backward(pb, tracker.average, in_place=tracker.in_place, weigh=weigh)
         self._estimates = (*self._estimates, (n, estimate))
+        if estimate.asks_outputs:
+            self._wait_for_outputs(estimate, pb.tape)
+
+    def _wait_for_outputs(self, estimate: KroneckerInBackward, tape: Tape) -> None:
+        """When the user's backward pass begins, show the estimate which outputs the loss sees.
+
+        It comes to y, or to what y divides into examples. The graph is held here, not by those whom it holds.
+        """
+        node, number, itself = tape.y.grad_fn, tape.y.output_nr, weakref.ref(self)
+        self._graphs = {**self._graphs, estimate: (tape, node)}
+
+        def arrived(cotangent: Tensor | None) -> None:
+            source = itself()
+            if source is None or estimate not in source._graphs or cotangent is None:
+                return
+            tape, node = source._graphs[estimate]
+            source._graphs = {key: held for key, held in source._graphs.items() if key is not estimate}
+            if tape.y.grad_fn is not node:
+                raise NatgradError(_IN_PLACE)
+            estimate.see_outputs(tape, cotangent)
+
+        hook = in_training(tuple(self.tracker.model.params.values()), arrived)
+        if self.tracker.model.examples is not None:
+            node, number = node.next_functions[0]
+        node.register_prehook(lambda cotangents: hook(cotangents[number]))
 
     @property
     def awaits_backward(self) -> bool:
@@ -646,7 +672,7 @@ class BackwardSource(PassSource):
         """Wait for no backward pass."""
         for _, estimate in self._estimates:
             estimate.remove()
-        self._estimates = ()
+        self._estimates, self._graphs = (), {}
 
 
 @final

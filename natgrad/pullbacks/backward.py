@@ -15,6 +15,7 @@ from natgrad.accelerate.devices import refuse_compiled_backward
 from natgrad.accelerate.modules import uncompiled
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
+from natgrad.model import in_library_pass
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.base import Replayed, cotangent_features
@@ -41,9 +42,10 @@ def _outermost(receive: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-def _receive_eagerly(receive: Callable[..., None], *arrived: Any) -> None:
+def _receive_from_user(receive: Callable[..., None], *arrived: Any) -> None:
     refuse_compiled_backward()
-    receive(*arrived)
+    if not in_library_pass():
+        receive(*arrived)
 
 
 def stream_cotangents(
@@ -151,7 +153,7 @@ class BackwardHooks:
             for j, edge in enumerate(tape.uses[at].edges):
                 if edge is not None:
                     outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
-        hook = partial(uncompiled(_receive_eagerly), _outermost(self._receive))
+        hook = partial(uncompiled(_receive_from_user), _outermost(self._receive))
         self._handles = [node.register_prehook(partial(hook, of_node)) for node, of_node in outputs.items()]
         # Without the graph, which holds the hooks and with them this object.
         uses = tuple(replace(use, edges=(None,) * len(use.edges)) for use in tape.uses)

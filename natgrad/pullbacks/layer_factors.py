@@ -158,7 +158,7 @@ class LayerFactors:
     positions may not count (``several_positions``). ``weights`` [n]: 1 for examples that count, else 0; None if all
     count. ``relation``: what couples the n examples. ``of_mean``: the cotangents are those of a loss that is a mean
     over the examples, 1/n of those of a root. ``inputs_only``: S is the identity. ``visible``: the positions that
-    count; None where the cotangents alone tell, because those of the user's own backward pass come only once.
+    count; None where the cotangents alone tell.
     """
 
     blocks: tuple[Block, ...]

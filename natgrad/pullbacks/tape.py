@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.autograd_nodes import (
     edge_of,
+    not_viewed,
     output_shape,
     put_forward_hook,
     remove_forward_hook,
@@ -246,15 +247,19 @@ class Recorder:
         return Tape(y, tuple(uses), self.statistics, operations=recorded, leaves=self._model.params, shapes=shapes)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The forward hook of a layer: append a ``Use``. The output is replaced only if it was cloned (``apart``)."""
+        """The forward hook of a layer: append a ``Use``. The output is replaced if it was cloned (``apart``) or a view.
+
+        Nobody else has what a linear layer returns a view of.
+        """
         if self._of_user and in_library_pass():
             return None
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the fast path of most layers
+                output = not_viewed(output) if type(module) is nn.Linear else output
                 x = _constant(args[0]) if isinstance(args[0], Tensor) else map_tensors(args[0], _constant)
                 call, half = Call((x,), {}, module.training), output.dtype is torch.float16
                 self.uses.append(Use(self._ruled(module), call, (edge_of(output),), (output.shape,), half))
-            return None
+            return output
         if isinstance(output, Jet):
             return self._watch_jet(module, args, output)
         if not any(t.requires_grad for t in tensors_of(output)):

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from natgrad.accelerate.devices import can_read
 from natgrad.pullbacks.backward import stream_cotangents
@@ -57,6 +58,11 @@ def has_several(tape: Tape, block: Block) -> bool:
     return is_operation(block) or tape.positions(block) > block.shape[0]
 
 
+def may_hide(tape: Tape, layers: Sequence[Block]) -> bool:
+    """Whether units that are off may hide positions of a layer that the loss sees."""
+    return any(has_several(tape, kind) for layer in layers for kind in layer.kinds) and bool(_gates(tape))
+
+
 @final
 class VisiblePositions:
     """The positions of layers that count in a pass: those that the loss sees.
@@ -79,14 +85,16 @@ class VisiblePositions:
         self._tape, self._root = tape, root
         self._kinds = [kind for layer in layers for kind in layer.kinds if has_several(tape, kind)]
         self._gates = _gates(tape) if self._kinds else []
+        self.gated = bool(self._gates)  # whether cotangents that are zero do not tell what the loss sees
         self._unread = self.gated and not can_read(tape.y)
         if self._unread:  # all positions may be reached, but to look would be to wait
             _ = self._masks
 
-    @property
-    def gated(self) -> bool:
-        """Whether cotangents that are zero do not tell what the loss sees."""
-        return bool(self._gates)
+    def without_graph(self) -> Self:
+        """Its masks alone. The graph of the user's backward pass holds those who ask for them."""
+        _ = self._masks
+        del self._tape, self._root, self._kinds, self._gates
+        return self
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import FactorisationError, IncompatibleError
 from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
-from natgrad.model import Model
+from natgrad.model import Model, library_pass
 from natgrad.output.hessian import Empirical
 from natgrad.pullbacks.backward import BackwardHooks
 from natgrad.pullbacks.captured_factors import CapturedKernels, kernels_of
@@ -50,7 +50,8 @@ from natgrad.pullbacks.layer_factors import EagerKernels, FactorList, FactorSink
 from natgrad.pullbacks.moments import factors_of, stream
 from natgrad.pullbacks.operation_layers import is_operation, with_layers
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.pullbacks.tape import Cotangents
+from natgrad.pullbacks.tape import Cotangents, Tape
+from natgrad.pullbacks.visible_positions import VisiblePositions, may_hide
 from natgrad.structures.base import (
     Cost,
     IdentityInverse,
@@ -294,11 +295,20 @@ class KroneckerInBackward:
         memo = tape.memo.setdefault(("turn", self._turn), {})
         self._layers, self._tape, self._graphs = layers, replace(self._hooks.tape, memo=memo), pullback.graph_cache
         self._reached = layers.reached_positions(self._tape)
+        self.asks_outputs = may_hide(tape, split.used)  # cotangents of layers do not tell what the loss sees
 
     @property
     def arrived(self) -> bool:
         """Whether a backward pass has begun."""
         return self._hooks.arrived
+
+    @torch.no_grad()
+    def see_outputs(self, tape: Tape, cotangent: Tensor) -> None:
+        """The backward pass comes to the outputs of this tape, with a cotangent of as many numbers."""
+        s, tape = cotangent.detach().reshape(1, *tape.y.shape), replace(tape, memo=self._tape.memo)
+        with library_pass(), full_precision(tape.y.device):  # to which the hooks are deaf
+            visible = VisiblePositions(tape, self._split.used, lambda: s).without_graph()
+        self._layers = replace(self._layers, visible=visible)
 
     def remove(self) -> None:
         """No longer wait for a backward pass."""

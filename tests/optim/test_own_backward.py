@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import natgrad as ng
 from natgrad.accelerate import moments
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
-from natgrad.pullbacks import coupling
+from natgrad.pullbacks import coupling, visible_positions
 from natgrad.structures.kronecker import KroneckerInBackward
 from tests.optim.states import Net
 
@@ -424,19 +424,19 @@ def test_resuming_is_exact() -> None:
 @pytest.mark.parametrize("backward", [True, False])
 def test_nothing_of_a_pass_stays_after_the_step(backward: bool) -> None:
     """Without the garbage collector: inputs of layers are large."""
-    model = plain()
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
     opt = optimizer(model)
-    LOSS(model(torch.randn(N, 3)), targets()).backward()
+    LOSS(model(torch.randn(N, 4, 3)).mean(1), targets()).backward()
     opt.step()
     kept: list[weakref.ref[Tensor]] = []
     handle = model.get_submodule("2").register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
     gc.collect()
     gc.disable()
     try:
-        x = torch.randn(N, 3)
+        x = torch.randn(N, 4, 3)
         if not backward:
             model(x)  # nobody calls backward through this one
-        LOSS(model(x), targets()).backward()
+        LOSS(model(x).mean(1), targets()).backward()
         opt.step()
         assert not [thing for thing in gc.get_objects() if issubclass(type(thing), KroneckerInBackward)]
         assert all(reference() is None for reference in kept)
@@ -507,6 +507,94 @@ def test_micro_batches_keep_their_own_padding(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(moments, "can_read", lambda t: False)
     for key, t in trained().items():
         torch.testing.assert_close(t, expected[key], rtol=1e-5, atol=1e-6)
+
+
+# Units that are off hide no position that the loss sees.
+
+
+class Tagger(nn.Module):
+    """Labels of tokens, behind units that are all off for some: [n t 3] → [n t 3], or flat [n·t 3]."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.flat = nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 3), flat
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = F.relu_(self.b(F.hardtanh(self.a(x), 0.0, 2.0)))
+        y = self.c(h)
+        return {"hidden": h, "logits": y.flatten(0, 1) if self.flat else y}
+
+
+def tagged(flat: bool, *, parts: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """The factors A of two steps of micro-batches, A by hand, and the share of seen tokens without a cotangent."""
+    torch.manual_seed(4)
+    model = Tagger(flat).double()
+    model.b.bias.data -= 0.8
+    opt = ng.NaturalGradient(
+        model,
+        ng.Empirical(),
+        structure=ng.Refresh(ng.Kronecker(), 1, 0.5),
+        lr=0.0,
+        damping=1.0,
+        output=lambda out: out["logits"],
+        examples="inputs" if flat else None,
+    )
+    by_hand: dict[str, list[Tensor]] = {"a": [], "b": [], "c": []}
+    seen = torch.empty(0, dtype=torch.bool)
+    dead: list[Tensor] = []
+    for name, rows in by_hand.items():
+        layer = model.get_submodule(name)
+
+        def keep(_: nn.Module, args: tuple[Tensor], rows: list[Tensor] = rows) -> None:
+            a = args[0].detach()[seen]
+            rows.append(torch.cat([a, torch.ones_like(a[:, :1])], 1))
+
+        layer.register_forward_pre_hook(keep)
+    for _ in range(2):
+        for part in range(parts):
+            x, labels = torch.randn(N, 7, 3).double(), torch.randint(3, (N, 7))
+            labels[:, 5 - part :] = -100
+            seen = labels != -100
+            out = model(x)
+            hidden, logits = out["hidden"], out["logits"].reshape(N, 7, 3)
+            dead.append((hidden == 0).all(-1)[seen])
+            (LOSS(logits[seen], labels[seen]) / parts).backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.tracker.average is not None
+    found = {name: opt.tracker.average.tensors()[f"{name}.weight/A"][0] for name in by_hand}
+    each = {name: [a.mT @ a / len(a) for a in rows] for name, rows in by_hand.items()}
+    expected = {name: sum(A[:parts], 0 * A[0]) / 3 + sum(A[parts:], 0 * A[0]) * 2 / 3 for name, A in each.items()}
+    return found, {name: A / parts for name, A in expected.items()}, float(torch.cat(dead).double().mean())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("flat", [False, True])
+def test_tokens_whose_units_are_off_count_and_ignored_ones_do_not(flat: bool, parts: int) -> None:
+    """A is the mean over the tokens with a label; micro-batches have different numbers of them."""
+    found, expected, dead = tagged(flat, parts=parts)
+    assert 0.1 < dead < 0.9
+    for name, A in expected.items():
+        torch.testing.assert_close(found[name], A, msg=name)
+
+
+def test_on_a_gpu_too_tokens_whose_units_are_off_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coupling, "is_asynchronous", lambda device: True)
+    for module in (moments, visible_positions):
+        monkeypatch.setattr(module, "can_read", lambda t: False)
+    found, expected, _ = tagged(False, parts=2)
+    for name, A in expected.items():
+        torch.testing.assert_close(found[name], A, msg=name)
+
+
+def test_outputs_that_change_in_place_before_the_backward_pass_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    opt = optimizer(model)
+    y = model(torch.randn(N, 5, 3))
+    y /= 2
+    with pytest.raises(NatgradError, match="changed in place before backward"):
+        y.square().sum().backward()
+    opt.zero_grad()
 
 
 # A GradScaler multiplies the loss, and so the metric by its square.

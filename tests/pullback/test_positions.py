@@ -226,6 +226,7 @@ def test_padding_further_leaves_the_posterior_alone() -> None:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "in place": lambda h: F.relu(h.clone(), inplace=True),
+    "in place on a view": F.relu_,
     "squared": lambda h: F.relu(h) ** 2,
     "relu6": lambda h: F.relu6(40 * h),
     "clamp": lambda h: h.clamp(0, 0.5),
@@ -298,7 +299,7 @@ def test_padding_further_leaves_the_metric_alone_where_units_are_off(structure: 
     same_tensors(short, structure.estimate(ng.pullback(model, elements(13), FISHER, memory=2**12)))
 
 
-@pytest.mark.parametrize("preset", ["KFAC", "EKFAC", "Sobolev"])
+@pytest.mark.parametrize("preset", ["KFAC", "EKFAC", "own", "Sobolev"])
 def test_padding_further_leaves_the_steps_alone_where_units_are_off(preset: str) -> None:
     def trained(t: int) -> list[Tensor]:
         model = narrow()
