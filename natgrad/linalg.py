@@ -155,16 +155,16 @@ def is_rounding(sizes: Tensor, beside: Tensor | None = None, *, dtype: torch.dty
     a third of the largest.
 
     ``beside``: [], the largest root mean square elsewhere. ``dtype``: of the gradients, if ``sizes`` have another. Half
-    precision is judged as single. NaN is not rounding.
+    precision is judged as single. NaN and infinity are not rounding, and nothing is beside them.
 
-    >>> is_rounding(torch.tensor([1.0, 1e-4, 1e-7, 0.0]))
-    tensor([False, False,  True,  True])
+    >>> is_rounding(torch.tensor([1.0, 1e-4, 1e-7, 0.0, torch.inf]))
+    tensor([False, False,  True,  True, False])
     """
     if not sizes.numel():
         return sizes.bool()
-    largest = sizes.amax() if beside is None else torch.maximum(sizes.amax(), beside.to(sizes.dtype))
+    all_sizes = sizes if beside is None else torch.cat([sizes.flatten(), beside.to(sizes.dtype).view(1)])
     eps = torch.finfo(torch.promote_types(dtype or sizes.dtype, torch.float32)).eps
-    return sizes <= _CANCELLED * eps * largest
+    return sizes <= _CANCELLED * eps * all_sizes.nan_to_num(0.0, 0.0, 0.0).amax()
 
 
 def refuse_rounding(moments: Tensor, what: str, beside: Tensor | None = None) -> None:

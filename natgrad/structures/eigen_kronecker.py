@@ -44,7 +44,6 @@ from natgrad.structures.layered import (
     packed_alike,
     rotated,
     rotated_back,
-    rounding_groups,
     spread,
     turned,
     turns_factors,
@@ -266,7 +265,7 @@ class EigenKroneckerOperator(LayerOperator):
         if not isinstance(damping, Relative):
             return [d + damping for d in self.scales], self.basis
         damped = []
-        for d, zero in zip(self.scales, rounding_groups(self.gradient_sizes), strict=True):
+        for d, zero in zip(self.scales, self.zero_groups, strict=True):
             values = d.clamp(min=0)  # what is below is rounding
             λ = relative_shifts(damping.epsilon, values.mean())
             damped.append((values + λ).masked_fill(zero[:, None, None] | (λ == 0), 0.0))
@@ -372,7 +371,7 @@ class EigenKroneckerOperator(LayerOperator):
             lay_side_by_side([scales], numbers)
         memory, basis = tuple(d for d in scales if d is not None), self.basis
         inverse = SpectralInverse(self.layout, self.blocks, fallback, basis.left, basis.right, memory, live=True)
-        inverse.rescale_(self.scales, self.power, damping)
+        inverse.rescale_(self.scales, self.power, damping, self.beside)
         return inverse
 
     def inverse_again(self, last: Inverse, damping: Damping) -> Inverse:
@@ -382,7 +381,7 @@ class EigenKroneckerOperator(LayerOperator):
             return self.inverse(damping)
         self._refuse_undamped(damping)
         fallback = self.fallback_inverse(damping)
-        last.rescale_(self.scales, self.power, damping)
+        last.rescale_(self.scales, self.power, damping, self.beside)
         return last if fallback is None else replace(last, fallback=fallback)
 
     def _refuse_undamped(self, damping: Damping) -> None:

@@ -10,11 +10,11 @@ without coordinates Luk and Grosse 2018.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import ClassVar, Literal, cast, final
+from typing import Any, ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from natgrad.model import Model, library_pass
 from natgrad.output.hessian import Empirical
 from natgrad.pullbacks.backward import BackwardHooks
 from natgrad.pullbacks.captured_factors import CapturedKernels, kernels_of
+from natgrad.pullbacks.coupling import at_fixed_address
 from natgrad.pullbacks.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.layer_factors import EagerKernels, FactorList, FactorSink, LayerFactors, several_positions
@@ -76,7 +77,6 @@ from natgrad.structures.layered import (
     factor_power,
     joined,
     layer_tensors,
-    rounding_groups,
     separated,
     spectra,
 )
@@ -428,7 +428,7 @@ class KroneckerOperator(LayerOperator):
         """The products s_o a_i + λ, in the eigenvectors of the factors; (s_o + λ_S)(a_i + λ_A) if λ is relative."""
         (s, q), (a, p) = spectra(self.left), spectra(self.right)
         if isinstance(damping, Relative) and self.blocks:
-            λ_S, λ_A = _relative_shifts(damping.epsilon, self.left, self.right)
+            λ_S, λ_A = _relative_shifts(damping.epsilon, self.left, self.right, self.beside)
             s, a = (
                 [
                     (x.clamp(min=0) + λ.unsqueeze(-1)).masked_fill(λ.unsqueeze(-1) == 0, 0.0)
@@ -568,7 +568,7 @@ class KroneckerOperator(LayerOperator):
     def _without_rounding(self, inverses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Inverses of shares of the layers, by their names, with zero for groups that are zero beside all layers."""
         out = dict(inverses)
-        for block, zero in zip(self.blocks, rounding_groups(self.gradient_sizes), strict=True):
+        for block, zero in zip(self.blocks, self.zero_groups, strict=True):
             keys = {f"{block.names[0]}/{letter}" for letter in ("S", "A", "d")} & out.keys()
             out |= {key: out[key].masked_fill(zero.view(-1, *[1] * (out[key].ndim - 1)), 0.0) for key in keys}
         return out
@@ -597,6 +597,7 @@ class ProductInverse(LayerInverse):
     power: float = 1.0
     stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
     batch: BatchedInverse = field(default_factory=BatchedInverse)
+    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # see ``at_fixed_address``
 
     @staticmethod
     def empty(G: KroneckerOperator, fallback: Inverse | None) -> ProductInverse:
@@ -630,7 +631,7 @@ class ProductInverse(LayerInverse):
         ``warm``: there is an inverse, which stays where it raises.
         """
         relative, number = isinstance(damping, Relative), number_of(damping)
-        jobs = self._jobs((*G.left, *G.right), number, relative=relative)
+        jobs = self._jobs((*G.left, *G.right), number, relative=relative, beside=G.beside)
         self.batch.compute_(jobs, power=self.power, epsilon=number if relative else None, warm=warm)
 
     def refresh_(self, G: KroneckerOperator, damping: Damping) -> None:
@@ -638,14 +639,19 @@ class ProductInverse(LayerInverse):
         relative, number = isinstance(damping, Relative), number_of(damping)
         factors = (*G.left, *G.right)
         stacks = (stack.memory for pair in self.stacks for stack in pair)
-        addresses = *map(Tensor.data_ptr, factors), *map(Tensor.data_ptr, stacks)
-        jobs = partial(self._jobs, relative=relative)
+        beside = G.beside if relative else None
+        beside = None if beside is None else at_fixed_address(self.memo, "beside", beside)
+        read = factors if beside is None else (*factors, beside)
+        addresses = *map(Tensor.data_ptr, read), *map(Tensor.data_ptr, stacks)
+        jobs = partial(self._jobs, relative=relative, beside=beside)
         self.batch.refresh_(jobs, factors, number, addresses, power=self.power, relative=relative)
 
-    def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
+    def _jobs(
+        self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool, beside: Tensor | None
+    ) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         count = len(self.blocks)
-        of_factors = _relative_shifts(damping, factors[:count], factors[count:]) if relative else ((), ())
+        of_factors = _relative_shifts(damping, factors[:count], factors[count:], beside) if relative else ((), ())
         jobs: list[Inversion] = []
         for batch, stacks in zip(self.batches, self.stacks, strict=True):
             s, a = [factors[b] for b in batch], [factors[count + b] for b in batch]
@@ -758,11 +764,15 @@ def _sizes(groups: Tensor) -> Tensor:
 
 
 def _relative_shifts(
-    epsilon: Scalar, left: Sequence[SymFactor], right: Sequence[SymFactor]
+    epsilon: Scalar, left: Sequence[SymFactor], right: Sequence[SymFactor], beside: Tensor | None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """λ_S and λ_A [c] of every layer: ε·(mean eigenvalue) of the factor, and zero for a group that is zero."""
+    """λ_S and λ_A [c] of every layer: ε·(mean eigenvalue) of the factor, and zero for a group that is zero.
+
+    ``beside``: the largest size outside of these layers (``is_rounding``).
+    """
     groups, means = _group_means(left, right)
-    shifts, counts = relative_shifts(epsilon, means).masked_fill(is_rounding(_sizes(groups)), 0.0), list(map(len, left))
+    zero, counts = is_rounding(_sizes(groups), beside), list(map(len, left))
+    shifts = relative_shifts(epsilon, means).masked_fill(zero, 0.0)
     return shifts[0].split(counts), shifts[1].split(counts)
 
 

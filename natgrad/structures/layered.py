@@ -11,12 +11,12 @@ import logging
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from numbers import Integral
-from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ from natgrad.linalg import (
 )
 from natgrad.log import listed
 from natgrad.model import Model, check_slots, check_types
+from natgrad.pullbacks.coupling import at_fixed_address
 from natgrad.pullbacks.factors import Factors, slices
 from natgrad.pullbacks.gradient import GradientSample, matrices
 from natgrad.pullbacks.layer import Block
@@ -503,6 +504,18 @@ class LayerOperator(Operator):
     def gradient_sizes(self) -> list[Tensor]:
         """Of every layer the root mean squares [c] of the gradients of its groups, as G has them (``is_rounding``)."""
 
+    @property
+    def beside(self) -> Tensor | None:
+        """The largest root mean square [] of the gradient of a parameter of the fallback; None without a fallback."""
+        if self.fallback is None:
+            return None
+        return self.fallback.with_power(1.0).diagonal().clamp(min=0).amax().sqrt()
+
+    @property
+    def zero_groups(self) -> list[Tensor]:
+        """Which groups [c] of every layer are zero beside the others, and beside the fallback (``is_rounding``)."""
+        return rounding_groups(self.gradient_sizes, self.beside)
+
     def with_power(self, power: float) -> Self:
         out = super().with_power(power)
         if out is self or self.fallback is None:
@@ -599,8 +612,8 @@ class LayerOperator(Operator):
         """Raise, by the name of its layer, if a group is zero beside the others, or a parameter of the fallback is."""
         if not self.blocks:
             return
-        sizes = self.gradient_sizes
-        largest = torch.cat(sizes).amax()
+        sizes, beside = self.gradient_sizes, self.beside
+        largest = torch.cat(sizes if beside is None else [*sizes, beside.view(1)]).amax()
         for block, of_layer in zip(self.blocks, sizes, strict=True):
             refuse_rounding(of_layer.square(), f"the block {block.title} of the metric", largest)
         if self.fallback is not None:
@@ -653,7 +666,7 @@ class LayerOperator(Operator):
         """(G + λ)^-p by the eigenvalues; with ``rtol`` a pseudo-inverse, which drops the small ones."""
         damped, basis = self.spectrum(damping)
         if damping == 0:
-            pairs = zip(damped, rounding_groups(self.gradient_sizes), strict=True)
+            pairs = zip(damped, self.zero_groups, strict=True)
             damped = [d.masked_fill(zero[:, None, None], 0.0) for d, zero in pairs]
         scales = tuple(inverse_scales(layer, self.power, damping, rtol) for layer in damped)
         return SpectralInverse.of(self.layout, self.blocks, fallback, basis, scales)
@@ -846,9 +859,9 @@ def inverse_scales(damped: Tensor, power: float, damping: Damping, rtol: float |
     return torch.where(damped > rtol * damped.amax(), damped, torch.inf).pow(-power)
 
 
-def rounding_groups(sizes: Sequence[Tensor]) -> list[Tensor]:
-    """Which groups [c] of every layer are zero beside those of all layers (``is_rounding``)."""
-    return list(is_rounding(torch.cat(list(sizes))).split([len(t) for t in sizes])) if sizes else []
+def rounding_groups(sizes: Sequence[Tensor], beside: Tensor | None) -> list[Tensor]:
+    """Which groups [c] of every layer are zero beside those of all layers, and this size [] (``is_rounding``)."""
+    return list(is_rounding(torch.cat(list(sizes)), beside).split([len(t) for t in sizes])) if sizes else []
 
 
 # Inverses.
@@ -1011,6 +1024,7 @@ class SpectralInverse(LayerInverse):
     scales: tuple[Tensor, ...]  # d [c o i]
     live: bool = False  # Q and P are those of a metric that is renewed in place
     graphs: GraphCache[None] = field(default_factory=GraphCache, compare=False)
+    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # see ``at_fixed_address``
 
     @staticmethod
     def of(
@@ -1026,12 +1040,13 @@ class SpectralInverse(LayerInverse):
         q, p, d = sides
         return replace(out, left=tuple(q), right=tuple(p), scales=tuple(t for t in d if t is not None))
 
-    def rescale_(self, values: Sequence[Tensor], power: float, damping: Damping) -> None:
+    def rescale_(self, values: Sequence[Tensor], power: float, damping: Damping, beside: Tensor | None) -> None:
         """d ← (D + λ)^-p in place, for eigenvalues D ≥ 0 of every layer; on a GPU from a captured graph.
 
-        With relative damping a group that is zero has d = 0.
+        With relative damping a group that is zero, also ``beside`` the fallback, has d = 0.
         """
         relative, number = isinstance(damping, Relative), number_of(damping)
+        beside = at_fixed_address(self.memo, "beside", beside) if relative and beside is not None else None
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             stacks = [stacked([tensors[b] for b in batch]).view(len(batch), -1) for batch in self.batches]
@@ -1040,14 +1055,15 @@ class SpectralInverse(LayerInverse):
                 groups = [self.blocks[batch[0]].shape[0] for batch in self.batches]
                 stacks = [D.view(len(D), c, -1) for D, c in zip(stacks, groups, strict=True)]
                 means = [D.mean(2, keepdim=True) for D in stacks]  # [b c 1]
-                groups_of = rounding_groups([t.flatten().sqrt() for t in means])
+                groups_of = rounding_groups([t.flatten().sqrt() for t in means], beside)
                 each = [relative_shifts(scalars[0], t.mean(1, keepdim=True)) for t in means]
                 triples = zip(each, groups_of, means, strict=True)
                 shifts = [λ.masked_fill(zero.view_as(t) | (λ == 0), torch.inf) for λ, zero, t in triples]
             for D, shift, (_, _, d) in zip(stacks, shifts, self.stacks, strict=True):
                 torch.add(D, shift, out=d.view(D.shape)).pow_(-power)
 
-        addresses = tuple(t.data_ptr() for t in (*values, *self.scales))
+        read = (*values, *self.scales) if beside is None else (*values, *self.scales, beside)
+        addresses = tuple(t.data_ptr() for t in read)
         self.graphs.run(compute, values, [number], (relative, power, addresses))
 
     @property

@@ -195,6 +195,63 @@ def test_a_dead_layer_stands_still_and_the_others_do_not_notice(structure: str, 
         assert bool(v["2.bias"].all())
 
 
+class Shifted(nn.Module):
+    """A layer that moves all logits alike, so that its gradient is rounding, beside weights in the fallback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.shift = nn.Parameter(torch.randn(3, 4)), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * torch.atan2(x.unsqueeze(-1), self.w).sum(1) + self.shift(x)  # an operation that no rule knows
+
+
+LAYERED: dict[str, tuple[Structure, Solver]] = {
+    "Kronecker": (ng.Kronecker(), ng.Cholesky()),
+    "factored": (ng.Kronecker(), ng.Factored()),
+    "root": (ng.Kronecker(power=0.5), ng.Factored()),
+    "EigenKronecker": (ng.EigenKronecker(), ng.Cholesky()),
+    "BlockDense below": (ng.Kronecker(fallback=ng.BlockDense()), ng.Factored()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_layer_that_is_rounding_beside_the_fallback_stands_still(name: str) -> None:
+    """In the inverse, in that of an optimizer, which is computed in place, and in an undamped metric, which refuses."""
+    structure, solver = LAYERED[name]
+    torch.manual_seed(0)
+    model, x, t = Shifted().double(), normal(9, 3), torch.arange(9) % 4
+    start = {key: p.detach().clone() for key, p in model.named_parameters()}
+    G = structure.estimate(ng.pullback(model, x, ng.Empirical(F.cross_entropy), target=t))
+    assert 0 < G.tensors()["shift.weight/S"].max() < 1e-30
+    ω = ng.differential(model, F.cross_entropy(model(x), t))
+    assert 0 < float(ω["shift.weight"].abs().max()) < 1e-15
+    v = ng.sharp(G, ω, solver, damping=ng.Relative(EPSILON))
+    assert not v["shift.weight"].any()
+    assert v["w"].all()
+    with pytest.raises(SingularMetricError):
+        ng.sharp(G, ω, ng.Cholesky())
+    opt = ng.NaturalGradient(
+        model, ng.Empirical(F.cross_entropy), structure=structure, solver=solver, lr=0.1, damping=ng.Relative(EPSILON)
+    )
+    for _ in range(3):
+        opt.zero_grad()
+        opt.refresh(x, t)
+        F.cross_entropy(model(x), t).backward()
+        opt.step()
+    assert torch.equal(model.shift.weight, start["shift.weight"])
+    assert 0.01 < float((model.w.detach() - start["w"]).abs().max()) < 10
+
+
+def test_beside_infinity_nothing_is_rounding() -> None:
+    """The mean of large second moments overflows; a parameter with ordinary ones moves as it does alone."""
+    layout = ng.operators.Layout.of({"a": torch.ones(2), "b": torch.ones(1)})
+    G = ng.operators.DiagonalOperator(layout, torch.tensor([3e38, 3e38, 2.0]))
+    v = ng.sharp(G, ng.Covector({"a": torch.ones(2), "b": torch.ones(1)}), damping=ng.Relative(0.5))
+    close(v["b"], torch.tensor([1 / 3]), 1e-6)
+    assert float(v["a"].abs().max()) < 1e-30
+
+
 def test_a_determinant_of_zero_is_refused() -> None:
     pb = ng.pullback(nn.Linear(3, 2).double(), torch.zeros(4, 3, dtype=torch.float64), ng.Euclidean())
     with pytest.raises(
