@@ -24,7 +24,7 @@ _NOT_FINITE = "the Lanczos process met NaN or infinity in a product with the ope
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpectralDensity:
     """How many eigenvalues of an operator lie where, from the Gauss rules of random probes; ``print`` it for a plot.
 
@@ -38,6 +38,8 @@ class SpectralDensity:
 
     Where as many products as the space has dimensions were allowed, there are no probes: the values are all
     eigenvalues, in one row (q = 1), multiple ones several times. All are exact, and the standard errors are 0.
+    Otherwise a trace has a standard error, which ``trace_of`` and ``repr`` tell. It is a larger share of the trace
+    of a Hessian, whose positive and negative eigenvalues nearly cancel, than of that of a metric: take more probes.
     """
 
     size: int
@@ -128,6 +130,11 @@ class SpectralDensity:
         bars = [(name, count, "█" * round(_BAR * math.log10(1 + count) / longest)) for name, count in lines]
         return "\n".join(f"{name} │{bar} {count:,.1f}" for name, count, bar in bars)
 
+    def __repr__(self) -> str:
+        trace, error = self.trace_of(lambda λ: λ)
+        ends = f"smallest={self.smallest:.4g}, largest={self.largest:.4g}"
+        return f"SpectralDensity(size={self.size}, {ends}, trace={trace:.4g} ± {error:.2g})"
+
 
 def _nonempty(lines: list[tuple[str, float]]) -> list[tuple[str, float]]:
     """The lines up to the last one that is not empty."""
@@ -152,8 +159,8 @@ def spectral_density(
     which the probes are made orthogonal, as in Hutch++ (Meyer et al. 2021): the few large eigenvalues, which hold most
     of the trace of a network and would be counted as anything between zero and several by a probe, are counted once
     each. The bulk comes out as a density, with a standard error that falls as one over the root of the number of
-    probes. In a space of at most ``steps`` dimensions the matrix is formed, by one product for each, and its
-    eigenvalues are exact.
+    probes: ``repr`` shows that of the trace. In a space of at most ``steps`` dimensions the matrix is formed, by one
+    product for each, and its eigenvalues are exact.
 
     ``G``: an operator (``ng.hessian(…)``, or of any structure), or a pullback, of which no more than products are
     needed. Where the metric has a root with fewer rows N·K than there are parameters, the process runs on RRᵀ.

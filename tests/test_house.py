@@ -197,7 +197,7 @@ LINES: dict[str, int] = {
     "invariance": 546,
     "kernels": 466,
     "mirror": 1036,
-    "natgrad": 2737,
+    "natgrad": 2741,
     "operators": 0,
     "optim": 3779,
     "output": 1149,

@@ -184,6 +184,21 @@ def test_the_spectrum_of_a_hessian_has_its_negative_part() -> None:
     assert sum(float(line.split()[-1]) for line in text.splitlines()) == pytest.approx(38, abs=1)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_trace_of_a_hessian_at_initialisation_is_told_with_its_error(seed: int) -> None:
+    """Positive and negative eigenvalues nearly cancel: four probes leave an error of more than a per cent."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+    x, t = normal(30, 5), torch.arange(30) % 4
+    H = ng.hessian(model, x, lambda y: F.cross_entropy(y, t))
+    exact = float(torch.linalg.eigvalsh(H.dense()).sum())
+    density = ng.spectral_density(H, steps=60, generator=torch.Generator().manual_seed(seed))
+    trace, error = density.trace_of(lambda λ: λ)
+    assert abs(trace - exact) <= 5 * error
+    assert error > 0.01 * abs(exact)
+    assert repr(density).endswith(f"trace={trace:.4g} ± {error:.2g})")
+
+
 @pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Diagonal(), ng.Kernel(), ng.LowRank(3)], ids=repr)
 def test_every_structure_has_a_spectrum(structure: ng.structures.Structure) -> None:
     model, x = network(3, 4, 2), normal(8, 3)

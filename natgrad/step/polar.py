@@ -40,12 +40,22 @@ class Polar(PlainRule):
 
     ``iteration``: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
     and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the parameters
-    (Amsel et al. 2025). Parameters with fewer than two axes have no polar factor: give them to ``fallback="adamw"``. It
-    also takes matrices with one row or one column, unless there are no others: their polar factor has one length,
-    however small the gradient is.
+    (Amsel et al. 2025). In "muon" the scale of the loss changes a step by the rounding of bfloat16, which the steps
+    enlarge: by less than 3 % where the gradients have full rank, and by up to 20 % where their rank is low. By
+    "minimax" it changes by the rounding of the parameters. Parameters with fewer than two axes have no polar factor:
+    give them to ``fallback="adamw"``. It also takes matrices with one row or one column, unless there are no others:
+    their polar factor has one length, however small the gradient is.
 
     >>> Polar()
     Polar(rms=0.2, iteration='muon')
+    >>> def change(rank, iteration):
+    ...     torch.manual_seed(0)
+    ...     ω = Covector({"w": torch.randn(60, rank) @ torch.randn(rank, 30)})
+    ...     rule, same = Polar(iteration=iteration), SharpMap(lambda ω: Vector(dict(ω)))
+    ...     one, other = (rule.direction(k * ω, same)["w"] for k in (1.0, 3.0))
+    ...     return float((other - one).norm() / one.norm())
+    >>> change(30, "muon") < 0.03, change(4, "muon") < 0.2, change(30, "minimax") < 1e-3
+    (True, True, True)
     """
 
     bounded: ClassVar[bool] = True
