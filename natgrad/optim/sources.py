@@ -610,7 +610,8 @@ class BackwardSource(PassSource):
 
         It comes to y, or to what y divides into examples. The graph is held here, not by those whom it holds.
         """
-        node, number, itself = tape.y.grad_fn, tape.y.output_nr, weakref.ref(self)
+        node: Any = tape.y.grad_fn
+        number, itself = tape.y.output_nr, weakref.ref(self)
         self._graphs = {**self._graphs, estimate: (tape, node)}
 
         def arrived(cotangent: Tensor | None) -> None:
