@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from natgrad.structures.implicit import Implicit, ImplicitOperator
 from natgrad.structures.kernel import Kernel
 from natgrad.structures.row_stack import RowStack
 
+_Value = TypeVar("_Value")
 _REFINED = 2  # steps of iterative refinement
 _DEFAULT_CG = CG(tol=1e-10, max_steps=1000)  # one for all steps: it says once that it was cut short
 _TRIANGULAR = 512  # parameters, up to which a QR is affordable in every step
@@ -79,6 +80,14 @@ def _nonzero(lengths: Tensor) -> Tensor:
     return torch.where(lengths > 0, lengths, 1.0)
 
 
+def _latest(cache: dict[float, _Value], damping: float, factor: Callable[[], _Value]) -> _Value:
+    """What was factored for this damping last, or now."""
+    if damping not in cache:
+        cache.clear()
+        cache[damping] = factor()
+    return cache[damping]
+
+
 class ResidualJacobian(ABC):
     """J [m p] of the residuals r [m], each class times the root of its weight over N; G = JᵀJ is the ``operator``."""
 
@@ -95,9 +104,14 @@ class ResidualJacobian(ABC):
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         """(JᵀJ + λ)⁻¹ω [p] of any covector; for ω = Jᵀt ``solve`` has more digits."""
 
-    @abstractmethod
+    def formed(self) -> Tensor | None:
+        """J [m p], where it may be formed."""
+        return None
+
     def spectrum(self) -> ColumnSpectrum | None:
         """The singular values of J; None where J is known by products only."""
+        J = self.formed()
+        return None if J is None else ColumnSpectrum.of_rows(J)
 
     def rank(self) -> int | None:
         """Of J, as ``spectrum`` has it."""
@@ -109,7 +123,13 @@ class ResidualJacobian(ABC):
 
         None where J is not formed, or has so few rows that its range may be everything.
         """
-        return None
+        J = self.formed() if self.operator.layout.size <= min(_TRIANGULAR, len(t) - 1) else None
+        if J is None:
+            return None
+        Q, R = torch.linalg.qr(J / _nonzero(J.norm(dim=0)))  # the rank does not depend on the units of parameters
+        U, s, _ = svd(R, "the Jacobian")
+        regular = s > len(J) * torch.finfo(s.dtype).eps * s[:1]
+        return float(((t @ Q) @ U).square()[regular].sum())
 
     def push(self, v: Tensor) -> Tensor:
         """J v [m]."""
@@ -118,15 +138,6 @@ class ResidualJacobian(ABC):
     def pull(self, t: Tensor) -> Tensor:
         """Jᵀ t [p]."""
         return self.operator.pull_root(t)
-
-
-def _in_range(J: Tensor, t: Tensor) -> float:
-    """‖P t‖², P the projection on the range of J [m p], m > p."""
-    length = J.norm(dim=0)  # columns of length 1: the rank does not depend on the units of parameters
-    Q, R = torch.linalg.qr(J / _nonzero(length))
-    U, s, _ = svd(R, "the Jacobian")
-    regular = s > len(J) * torch.finfo(s.dtype).eps * s[:1]
-    return float(((t @ Q) @ U).square()[regular].sum())
 
 
 @final
@@ -161,22 +172,18 @@ class KernelJacobian(ResidualJacobian):
             z = z + self._damped.solve(t - self.push(self.pull(z)) - damping * z, damping)
         return self.pull(z)
 
-    def removable(self, t: Tensor) -> float | None:
-        m, p = len(t), self.rows.layout.size
-        return None if m <= p or p > _TRIANGULAR or not self.rows_fit else _in_range(self.rows.rows(), t)
-
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         """Woodbury's identity, (ω − v)/λ with the solution v of J v = Jω."""
         check_positive(damping, "the damping")
         return (ω - self.solve(self.push(ω), damping)) / damping
 
-    def spectrum(self) -> ColumnSpectrum:
-        return ColumnSpectrum.of_rows(self.rows.rows())
+    def formed(self) -> Tensor | None:
+        return self.rows.rows() if self.rows_fit else None
 
     def rank(self) -> int:
         """Where J does not fit into memory, from JJᵀ: singular values below the root of its rounding count as zero."""
-        if self.rows_fit:
-            return int(self.spectrum().rank)
+        if (spectrum := self.spectrum()) is not None:
+            return int(spectrum.rank)
         squares = eigvalsh(self.gram, "JJᵀ")
         rounding = max(self.gram.shape[0], self.rows.layout.size) * torch.finfo(squares.dtype).eps
         return int((squares > rounding * squares[-1:]).sum())
@@ -191,6 +198,7 @@ class DenseJacobian(ResidualJacobian):
     """
 
     rows: RowStack
+    _factors: dict[float, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def operator(self) -> RowStack:
@@ -208,9 +216,8 @@ class DenseJacobian(ResidualJacobian):
         Q, R = torch.linalg.qr(self.matrix)
         return Q, R
 
-    def removable(self, t: Tensor) -> float | None:
-        m, p = self.matrix.shape
-        return None if m <= p or p > _TRIANGULAR else _in_range(self.matrix, t)
+    def formed(self) -> Tensor:
+        return self.matrix
 
     def push(self, v: Tensor) -> Tensor:
         return self.matrix @ v
@@ -236,25 +243,19 @@ class DenseJacobian(ResidualJacobian):
         above, triangle = self._damped(damping)
         return torch.linalg.solve_triangular(triangle, (above.T @ (t @ Q)).unsqueeze(1), upper=True).squeeze(1)
 
-    @cached_property
-    def _damped_factors(self) -> dict[float, tuple[Tensor, Tensor]]:
-        return {}
-
     def _damped(self, damping: float) -> tuple[Tensor, Tensor]:
         """The rows of Q̂ beside R, and R̂, of [R; √λ] = Q̂R̂."""
-        if damping not in self._damped_factors:
+
+        def factor() -> tuple[Tensor, Tensor]:
             R = self._qr[1]
             below = math.sqrt(damping) * torch.eye(R.shape[1], dtype=R.dtype, device=R.device)
             inner, triangle = torch.linalg.qr(torch.cat([R, below]))
-            self._damped_factors.clear()
-            self._damped_factors[damping] = inner[: len(R)], triangle
-        return self._damped_factors[damping]
+            return inner[: len(R)], triangle
+
+        return _latest(self._factors, damping, factor)
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         return self._normal.solve(ω, damping)
-
-    def spectrum(self) -> ColumnSpectrum:
-        return ColumnSpectrum.of_rows(self.matrix)
 
 
 @final
@@ -296,10 +297,7 @@ class DampedFactor:
 
     def solve(self, ω: Tensor, damping: float) -> Tensor:
         λ = max(damping, self.rounding)
-        if λ not in self._factors:
-            self._factors.clear()
-            self._factors[λ] = positive_factor(self.G, λ)
-        factor = self._factors[λ]
+        factor = _latest(self._factors, λ, lambda: positive_factor(self.G, λ))
         return torch.cholesky_solve(ω.unsqueeze(1), factor).squeeze(1)
 
 
@@ -331,13 +329,8 @@ class StructuredJacobian(ResidualJacobian):
         return self.exact
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
-        if damping not in self._inverses:
-            self._inverses.clear()
-            self._inverses[damping] = self.solver.init(self.approximate, damping / self.total)
-        return self._inverses[damping].solve(ω / self.total)
-
-    def spectrum(self) -> None:
-        return None
+        inverse = _latest(self._inverses, damping, lambda: self.solver.init(self.approximate, damping / self.total))
+        return inverse.solve(ω / self.total)
 
 
 def refuse_solver(structure: Structure | None, solver: Solver | None) -> None:

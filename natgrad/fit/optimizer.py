@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from natgrad.fit.networks import LeastSquares
 from natgrad.fit.residuals import Residuals
 from natgrad.fit.result import Record
-from natgrad.geometry import Vector
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import StepRule
 from natgrad.structures.base import Structure
@@ -64,26 +63,18 @@ class GaussNewton(torch.optim.Optimizer):
             raise ValueError("GaussNewton has one parameter group: J couples all parameters")
         group, problem = self.param_groups[0], self.problem
         problem.lr, problem.damping = group["lr"], group["damping"]
-        named = problem.params
-        if all("velocity" in self.state[p] for p in named.values()):
-            problem.velocity = Vector({name: self.state[p]["velocity"] for name, p in named.items()})
         self.last = problem.step()
         group["damping"] = problem.damping
-        for name, p in named.items():
-            if problem.velocity is None:
-                self.state[p].pop("velocity", None)
-            else:
-                self.state[p]["velocity"] = problem.velocity[name]
-        return next(iter(named.values())).new_tensor(self.last.cost)
+        return next(iter(problem.params.values())).new_tensor(self.last.cost)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer is not copied: copy the model, make a new optimizer for it, and load_state_dict")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim, with the number of steps."""
-        return {**super().state_dict(), "steps": self.problem.steps}
+        """As torch.optim, with the state of the problem: its damping, momentum and number of steps."""
+        return {**super().state_dict(), "problem": self.problem.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         rest = dict(state_dict)
-        self.problem.steps = rest.pop("steps", 0)
+        self.problem.load_state_dict(rest.pop("problem"))
         super().load_state_dict(rest)
