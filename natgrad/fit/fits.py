@@ -45,8 +45,8 @@ class Rules:
         D: Tensor | None,
     ) -> Rules:
         eps = torch.finfo(x.dtype).eps
-        outside = x.new_tensor([x.shape[-1] * eps, gtol, 1 / (1 + CLOSE)]).unsqueeze(1)
-        small = x.new_tensor([LITTLE, ftol, NOISE * eps, 2 * xtol, 2 * xtol**2]).unsqueeze(1)
+        factors = [x.shape[-1] * eps, gtol, 1 / (1 + CLOSE), LITTLE, ftol, NOISE * eps, 2 * xtol, 2 * xtol**2]
+        outside, small = x.new_tensor(factors).unsqueeze(1).split([3, 5])
         return Rules(ftol, xtol, gtol, outside, small, lower, upper, D)
 
     def of(self, rows: Tensor) -> Rules:

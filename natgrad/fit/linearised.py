@@ -47,7 +47,8 @@ class TriangularLeastSquares:
             triangle = _gram_schmidt(torch.cat([J.movedim(-1, 0), r.unsqueeze(0)]))
         else:
             triangle = torch.linalg.qr(torch.cat([J.mT, r.unsqueeze(-2)], -2).mT, mode="r").R  # LAPACK goes by columns
-        return TriangularLeastSquares(triangle[..., : min(m, n), :-1], triangle[..., : min(m, n), -1])
+        rows = triangle.narrow(-2, 0, min(m, n))
+        return TriangularLeastSquares(rows.narrow(-1, 0, n), rows.select(-1, n))
 
     def damped(self, d: Tensor) -> Tensor:
         """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""

@@ -126,7 +126,7 @@ def _step(
     if model.inside and not fits.any_settled and model.gains(actual, fits.cost, rules):  # as most steps are
         if fits.any_limited:
             fits.any_limited, fits.limited, fits.still = False, fits.settled, fits.settled  # zeros
-        fits.x, fits.f, fits.cost, fits.radius = trial, f, loss.cost(f), _grown(norm, actual, predicted)
+        fits.x, fits.f, fits.cost, fits.radius = trial, f, loss.cost(f), 2 * norm
         return trial, None
     eps, tiny = torch.finfo(f.dtype).eps, torch.finfo(f.dtype).tiny
     actual = actual.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
@@ -186,7 +186,8 @@ def _step(
 
 def _grown(norm: Tensor, actual: Tensor, predicted: Tensor) -> Tensor:
     """The region after a good step: twice as long as that, or ten times, if the model is right."""
-    return torch.where((actual - predicted).abs() <= _RIGHT * predicted, 10 * norm, 2 * norm)
+    right = (actual - predicted).abs_() <= _RIGHT * predicted
+    return (norm * right).mul_(8).add_(norm, alpha=2)
 
 
 def _bend(
