@@ -112,7 +112,7 @@ class ReplayStats:
     captures: int = 0
     replays: int = 0
     misses: int = 0  # runs for which there was no graph
-    last: Hashable = None  # addresses of the last run, once they are unsettled
+    last: Hashable = None  # addresses of the last run, once they keep changing
     repeats: int = 0  # runs in a row that had them
 
     def worthwhile(self, free: int) -> bool:
@@ -120,17 +120,17 @@ class ReplayStats:
         return self.replays >= _CAPTURE_COST * (self.captures - free)
 
     @property
-    def wanders(self) -> bool:
+    def needs_copies(self) -> bool:
         """Whether its tensors have been at many addresses: the next capture is one of copies."""
         return self.captures >= _PATTERNS or self.misses >= _STRAYS
 
     @property
-    def unsettled(self) -> bool:
+    def changes_address(self) -> bool:
         """Whether its tensors keep coming at new addresses, and copies have not helped: their sizes change."""
         return self.misses > max(_PATIENCE, self.replays)
 
-    def settles(self, addresses: Hashable) -> bool:
-        """Whether unsettled tensors, which now have these addresses, have had them time after time."""
+    def is_stable_at(self, addresses: Hashable) -> bool:
+        """Whether tensors that kept changing address, and now have these, have had them time after time."""
         self.repeats = self.repeats + 1 if addresses == self.last else 0
         self.last = addresses
         if self.repeats < _PATIENCE:
@@ -174,8 +174,8 @@ class GraphCache(Generic[T]):
         self._sightings = LRU[Hashable, int](capacity=_CAPACITY)  # of address patterns that have no graph
         self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
-        self._moving = False  # whether an unsettled computation was the last that was asked for
-        self._strayed = False  # whether there is one
+        self._last_changes_address = False  # of the last computation that was asked for
+        self._some_change_address = False  # of a computation so far
         self._recent = deque[tuple[Any, _Graph[T], ReplayStats]](maxlen=min(_RECENT, capacity))  # the last calls
         self._scalars: list[Tensor] = []  # read by all graphs
         self._values: list[float] = []  # what they hold
@@ -218,7 +218,7 @@ class GraphCache(Generic[T]):
         addresses = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]
         pattern = computation, len(scalars), size, *addresses
         graph = self._graphs.get(pattern)
-        if graph is None and not (copy or placed) and stats.wanders and self._may_move(tensors):
+        if graph is None and not (copy or placed) and stats.needs_copies and self._may_move(tensors):
             return self._run_on_copies(fn, tensors, scalars, [_layout(t) for t in tensors], (computation, size), stats)
         if graph is None:
             if self._due(pattern, stats):
@@ -231,20 +231,22 @@ class GraphCache(Generic[T]):
         self._recent.append((call, graph, stats))
         return self._replayed(graph, tensors, scalars, stats)
 
-    def unsettled(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
+    def changes_address(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
         """Whether the tensors of a computation keep coming at new addresses: then ``run_padded`` is faster.
 
-        Two of them are enough: they tell whether the addresses have settled again. A computation that has never been
+        Two of them are enough: they tell whether the addresses stay the same again. A computation that has never been
         replayed is taken to be like the last of the others that were.
         """
-        if not self._strayed or not self.possible(tensors):
+        if not self._some_change_address or not self.possible(tensors):
             return False
         stats, _ = self._stats(key)
-        if not stats.unsettled:
-            return self._moving and not stats.replays
+        if not stats.changes_address:
+            return self._last_changes_address and not stats.replays
         first, last = tensors[0], tensors[-1]
-        self._moving = not stats.settles((first.data_ptr(), first.shape, last.data_ptr(), last.shape))
-        return self._moving
+        self._last_changes_address = not stats.is_stable_at(
+            (first.data_ptr(), first.shape, last.data_ptr(), last.shape)
+        )
+        return self._last_changes_address
 
     def run_padded(
         self,
@@ -308,7 +310,7 @@ class GraphCache(Generic[T]):
     def _miss(self, stats: ReplayStats) -> None:
         """A computation runs without a graph."""
         stats.misses += 1
-        self._strayed = self._strayed or stats.unsettled
+        self._some_change_address = self._some_change_address or stats.changes_address
 
     def _due(self, pattern: Hashable, stats: ReplayStats, free: int = 0) -> bool:
         """Whether a pattern that has no graph has been seen often enough to be captured."""

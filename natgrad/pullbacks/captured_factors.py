@@ -65,7 +65,7 @@ class CapturedKernels:
         early = [b for b in numbers if b not in self.layers.late]
         captured = [b for b in early if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
-        if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
+        if self._changes_address(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
             rest = self._put_padded_inputs(captured, key)
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("A", rest)
@@ -88,7 +88,7 @@ class CapturedKernels:
         """S of these layers, and A of the layers in ``after`` whose masks are now complete."""
         captured = [b for b in numbers if b in self._capturable]
         at_uses, key = self._uses_and_key("S", captured)
-        if self._unsettled(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
+        if self._changes_address(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
             rest = self._put_padded_outputs(captured, g, key)
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
@@ -152,7 +152,7 @@ class CapturedKernels:
             return
         captured = [b for b in there if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
-        if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
+        if self._changes_address(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
             rest = self._put_padded_inputs(captured, key, {b: any_of(there[b]) for b in captured})
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("A", rest)
@@ -175,9 +175,9 @@ class CapturedKernels:
             if b not in self._capturable:
                 self.layers.put_inputs_after(b, self.tape, self.sink, any_of(masks))
 
-    def _unsettled(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
+    def _changes_address(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
         """Whether the inputs of these layers keep changing address; the first and the last tensor tell."""
-        return self.graphs.unsettled(tensors, key)
+        return self.graphs.changes_address(tensors, key)
 
     def _put_padded_inputs(
         self, numbers: Sequence[int], key: Hashable, there: Mapping[int, Tensor | None] | None = None

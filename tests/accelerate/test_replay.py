@@ -324,10 +324,10 @@ def test_tensors_are_unsettled_until_they_lie_still() -> None:
     patterns = [whole[: 2**20 + at + 1] for at, whole in enumerate(_patterns(40))]  # of ever new sizes
     for at, pattern in enumerate(patterns):
         for key in ("S", "another that is new"):
-            assert cache.unsettled([pattern], key) == (at > 16)
+            assert cache.changes_address([pattern], key) == (at > 16)
         cache.run(lambda *_: None, [pattern], [], "S")
         cache.run(lambda *_: None, [patterns[0]], [], "replayed")
-        assert not cache.unsettled([pattern], "replayed")
-    found = [cache.unsettled([patterns[0]], "S") for _ in range(20)]
+        assert not cache.changes_address([pattern], "replayed")
+    found = [cache.changes_address([patterns[0]], "S") for _ in range(20)]
     assert found == [True] * 16 + [False] * 4
-    assert not cache.unsettled([patterns[0]], "another that is new")
+    assert not cache.changes_address([patterns[0]], "another that is new")
