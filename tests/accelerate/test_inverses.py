@@ -131,9 +131,9 @@ def test_a_factor_that_cannot_be_inverted_keeps_its_last_inverse_and_the_others_
 def test_what_single_precision_cannot_invert_is_inverted_in_double(
     wait: bool, root: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """c vvᵀ + ε: rounding in single precision is as large as ε, and the factor itself is exact."""
-    v = (1 + torch.arange(30) % 3).float()
-    factor = (700001 * torch.outer(v, v) + 0.5 * torch.eye(30)).unsqueeze(0)
+    """c vvᵀ + 1 of integers below 2²⁴: the factor is exact, and what single precision leaves of 1 is not positive."""
+    v = torch.arange(41, 71).float()
+    factor = (3001 * torch.outer(v, v) + torch.eye(30)).unsqueeze(0)
     stack = InverseStack(torch.full((1, 30, 30), torch.nan))
     job = Inversion(factor, torch.zeros(1), stack.memory, stack=stack)
     monkeypatch.setattr(inverting, "_ROOT", 30 if root else 31)

@@ -121,4 +121,10 @@ def test_a_step_that_leaves_the_range_of_float16_says_what_to_use() -> None:
     model = nn.Linear(6, 4, bias=False).half()
     model.weight.grad = 1e-6 * normal(4, 6).half()
     with pytest.raises(NonFiniteError, match=r"the step of weight .*Nothing was changed: float16 ends .*use bfloat16"):
-        ng.Shampoo(model).step()
+        ng.NaturalGradient(
+            model,
+            ng.BatchGradient(),
+            structure=ng.Kronecker(power=0.5),
+            step=ng.Normalised(0.2),
+            damping=ng.Relative(1e-4),
+        ).step()
