@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from natgrad.accelerate.autograd import operations_are_seen
 from natgrad.accelerate.devices import in_nested_forward_mode
-from natgrad.accelerate.dispatch import operations_are_seen
 
 Slopes: TypeAlias = Callable[[Tensor], Iterator[Any]]  # f, f′, f″, None where that is zero, and f‴
 Shift: TypeAlias = Tensor | float | None

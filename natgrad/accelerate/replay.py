@@ -10,7 +10,7 @@ on copies with zero rows after the others, so that there are few sizes.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +22,41 @@ from torch import Tensor
 
 from natgrad.accelerate.fused import pad_copy_
 from natgrad.accelerate.moments import channels_last, switches
-from natgrad.lru import LRU
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@final
+class LRU(OrderedDict[K, V]):
+    """At most ``capacity`` entries; ``get`` and assignment make an entry the most recent one.
+
+    >>> cache = LRU[str, int](capacity=2)
+    >>> cache["a"], cache["b"] = 1, 2
+    >>> cache.get("a")
+    1
+    >>> cache["c"] = 3
+    >>> list(cache)
+    ['a', 'c']
+    """
+
+    def __init__(self, *, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+
+    def get(self, key: K, default: V | None = None) -> V | None:  # type: ignore[override]
+        try:
+            self.move_to_end(key)
+        except KeyError:
+            return default
+        return self[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.capacity:
+            self.popitem(last=False)
+
 
 T = TypeVar("T")
 Scalar: TypeAlias = float | Tensor  # a number, or a tensor [] on the device that holds it in single precision

@@ -20,8 +20,7 @@ from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, averaged
 from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit, ImplicitOperator
-from natgrad.structures.kernel import Kernel
-from natgrad.structures.row_stack import RowStack
+from natgrad.structures.kernel import Kernel, RowStack
 
 _Value = TypeVar("_Value")
 _REFINED = 2  # steps of iterative refinement

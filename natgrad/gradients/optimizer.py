@@ -34,9 +34,8 @@ from natgrad.gradients.shards import gradient_of, is_sharded, local, shard, tota
 from natgrad.linalg import Damping, Relative, is_number, is_rounding, number_of
 from natgrad.log import listed
 from natgrad.model import check_types
-from natgrad.optim.adamw import begin_moments
 from natgrad.optim.distributed import refuse_flat_shards
-from natgrad.optim.update import check_keys, check_numbers, common_damping, corrected_weight
+from natgrad.optim.update import begin_moments, check_keys, check_numbers, common_damping, corrected_weight
 
 Parameters: TypeAlias = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]] | Mapping[str, Tensor]

@@ -19,16 +19,15 @@ from torch import Tensor
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import Relative, number_of
 from natgrad.model import Model
+from natgrad.optim.estimates import MetricTracker
 from natgrad.optim.parameters import ParameterStatus
 from natgrad.optim.preconditioner import Preconditioner
-from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping, like
 from natgrad.output.losses import TermLoss, described
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operation_layers import loaded, with_layers
 from natgrad.solve.cg import CGInverse
-from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
-from natgrad.structures.identity import constant
+from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape, constant
 
 T = TypeVar("T")
 Entry: TypeAlias = dict[str, Any]

@@ -20,25 +20,27 @@ from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative, number_of
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
-from natgrad.optim.adamw import AdamWUpdate, Members, begin_moments
 from natgrad.optim.checkpoint import RunState, blank, check_plain, joined, restore
 from natgrad.optim.distributed import processes_of, refuse_sharded
-from natgrad.optim.parameters import ParameterStatus, ParameterTable, without_metric
-from natgrad.optim.preconditioner import Preconditioner
-from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
-from natgrad.optim.sources import (
+from natgrad.optim.estimates import (
     BackwardSource,
     GradientSource,
+    MetricTracker,
     OutputSource,
     PassSource,
     Source,
     attach,
 )
-from natgrad.optim.tracker import MetricTracker
+from natgrad.optim.parameters import ParameterStatus, ParameterTable, without_metric
+from natgrad.optim.preconditioner import Preconditioner
+from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.update import (
+    AdamWUpdate,
+    Members,
     MomentumOn,
     ParamUpdate,
     Rate,
+    begin_moments,
     check_momentum_on,
     check_numbers,
     common_damping,

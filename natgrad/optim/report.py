@@ -14,8 +14,8 @@ from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative
+from natgrad.optim.estimates import MetricTracker
 from natgrad.optim.preconditioner import Preconditioner
-from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import like
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operation_layers import is_operation

@@ -24,10 +24,8 @@ from natgrad.families.diagonal_gaussian import Gaussian
 from natgrad.families.discrete import Bernoulli, Poisson
 from natgrad.linalg import eigh
 from natgrad.model import check_slots
-from natgrad.output.fisher import Fisher
 from natgrad.output.heads import Heads
-from natgrad.output.metric import OutputMetric, Sampled, check_samples, one_hot_columns
-from natgrad.output.own_loss import computes_loss, own_loss
+from natgrad.output.metric import Fisher, OutputMetric, Sampled, check_samples, one_hot_columns
 
 OneLoss: TypeAlias = Callable[..., Tensor]  # (outputs, targets) ↦ one number
 Criterion: TypeAlias = OneLoss | Mapping[Any, Any] | tuple[Any, ...] | list[Any]  # a loss, or one for every head
@@ -787,3 +785,52 @@ def described(loss: nn.Module) -> str:
     options = [f"{name}={value!r}" for name, value in now.items() if value != default[name] and name != "training"]
     options += [f"{name}=[{w.numel()}]" for name, w in loss.named_buffers()]
     return f"{type(loss).__name__}({', '.join(options)})"
+
+
+_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+_EXAMPLES = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+)
+_PROBLEMS: dict[str, type[nn.Module]] = {
+    "regression": nn.MSELoss,
+    "single_label_classification": nn.CrossEntropyLoss,
+    "multi_label_classification": nn.BCEWithLogitsLoss,
+}
+
+
+class OwnLoss(NamedTuple):
+    """The loss of ``logits``, or of every head, with the axis of its classes and the weights of the heads."""
+
+    loss: Any
+    axis: int | None = None
+    weights: dict[str, float] | None = None
+
+
+def computes_loss(module: object) -> bool:
+    """Whether this is a model of ``transformers`` with a loss of its own."""
+    return isinstance(module, nn.Module) and hasattr(module, "config") and hasattr(type(module), "loss_function")
+
+
+def own_loss(model: nn.Module) -> OwnLoss:
+    """The loss that a model of ``transformers`` computes when it is given ``labels``; others are refused by name.
+
+    Labels of −100, and the last token of a causal language model, have no term.
+    """
+    config: Any = model.config
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"  # as transformers has it
+    if kind in _TOKENS:
+        return OwnLoss(nn.CrossEntropyLoss(), axis=-1)
+    if kind in _EXAMPLES:
+        problem = getattr(config, "problem_type", None)  # where it is None, labels that are integers are classes
+        problem = problem or ("regression" if config.num_labels == 1 else "single_label_classification")
+        return OwnLoss(_PROBLEMS[problem]())
+    if kind == "ForQuestionAnswering":
+        heads = ("start_logits", "end_logits")
+        return OwnLoss({key: nn.CrossEntropyLoss() for key in heads}, weights=dict.fromkeys(heads, 0.5))
+    raise TypeError(
+        f"{type(model).__name__} computes a loss of the kind {kind}, of which no metric is known: give a loss of its "
+        "outputs, or one for every head"
+    )

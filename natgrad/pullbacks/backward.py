@@ -11,9 +11,9 @@ from typing import Any, TypeAlias, final
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.autograd import waiting_bytes
 from natgrad.accelerate.devices import refuse_compiled_backward
 from natgrad.accelerate.modules import uncompiled
-from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
 from natgrad.model import in_library_pass
 from natgrad.pullbacks.layer import Block

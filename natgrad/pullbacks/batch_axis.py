@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.autograd_nodes import VIEWS, WRITTEN_VIEW
+from natgrad.accelerate.autograd import VIEWS, WRITTEN_VIEW
+from natgrad.accelerate.replay import LRU
 from natgrad.errors import NonFiniteError, UncoveredError
-from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, plain_name, tensors_of
 from natgrad.pullbacks.graph import Survey, leaf_below, size_pattern, survey
 from natgrad.pullbacks.layer import Block

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd_nodes import divert
+from natgrad.accelerate.autograd import divert
 from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, plain

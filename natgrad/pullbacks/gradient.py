@@ -18,8 +18,8 @@ from typing import ClassVar, NoReturn, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.averages import gram
 from natgrad.accelerate.inverses import layers_at_once, stacked
+from natgrad.accelerate.moments import gram
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
 from natgrad.pullbacks.layer import Block

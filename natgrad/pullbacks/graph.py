@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor
 
-from natgrad.accelerate.autograd_nodes import (
+from natgrad.accelerate.autograd import (
     LEAF,
     TRANSPOSES_AND_CASTS,
     UNTYPED,

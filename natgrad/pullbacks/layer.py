@@ -12,7 +12,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.autograd_nodes import is_view_of
+from natgrad.accelerate.autograd import is_view_of
 from natgrad.model import Model
 from natgrad.pullbacks.factors import Factors, slices
 from natgrad.rules.base import Keys, Rule, check_packing, trainable

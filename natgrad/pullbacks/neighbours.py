@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.dispatch import OperationMode, storage
+from natgrad.accelerate.autograd import OperationMode, storage
 from natgrad.model import Inputs, Model, count_examples, tensors_of
 
 # Operations that pick rows of data, or write to rows of what may be new: (data, axis, index), (data, an index for every

@@ -20,10 +20,9 @@ from typing import Any, Literal, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.autograd_nodes import without_hooks
+from natgrad.accelerate.autograd import pulled, without_hooks
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.patches import Axis
-from natgrad.accelerate.vjp import pulled
 from natgrad.model import Model
 from natgrad.pullbacks.graph import size_pattern
 from natgrad.pullbacks.layer import Block, Facet, ParameterSlice

@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from natgrad.accelerate.autograd_nodes import VIEWS
-from natgrad.accelerate.dispatch import OperationMode, base, storage, version
+from natgrad.accelerate.autograd import VIEWS, OperationMode, base, storage, version_of
 from natgrad.accelerate.patches import Axis, patches
 from natgrad.errors import NatgradError
 from natgrad.pullbacks.graph import leaf_below, nodes
@@ -235,7 +234,7 @@ class Operation:
         return self.data.detach()
 
     def _check_data(self) -> None:
-        if self.data is not None and version(self.data) != self.version:
+        if self.data is not None and version_of(self.data) != self.version:
             raise NatgradError(
                 f"the input of the operation {self.name} was changed in place after its use: write a copy instead, "
                 "x = x.clone(), before the operation that changes it"
@@ -641,7 +640,7 @@ class OperationRecorder(OperationMode):
                 use.extends = of if row and use.data.numel() == size and use.scale == 1 else None
             if use.read is None:
                 use.data = None
-            use.version = 0 if use.data is None else version(use.data)
+            use.version = 0 if use.data is None else version_of(use.data)
         return uses
 
     def _settle(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from natgrad.accelerate.autograd_nodes import version_of
+from natgrad.accelerate.autograd import version_of
 from natgrad.accelerate.devices import device_bytes, fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
 from natgrad.accelerate.temporaries import STAYS_IN_CPU_CACHE

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd_nodes import (
+from natgrad.accelerate.autograd import (
     edge_of,
     not_viewed,
     output_shape,
+    pulled,
     put_forward_hook,
     remove_forward_hook,
     without_hooks,
 )
-from natgrad.accelerate.vjp import pulled
 from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, refuse_nested, tensors_of
 from natgrad.pullbacks.batch_norm import NormMode, Statistics, refuse_unknown, shows_output, uses_batch

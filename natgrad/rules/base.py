@@ -12,9 +12,9 @@ from typing import Any, ClassVar, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.autograd import vjp
 from natgrad.accelerate.modules import parameters_in
 from natgrad.accelerate.moments import single
-from natgrad.accelerate.vjp import vjp
 from natgrad.model import map_tensors
 from natgrad.rules.features import DenseFeatures, Features
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, check_damping, check_number_fields
-from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.base import IdentityOperator, Inverse, Operator
 from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
-from natgrad.structures.identity import IdentityOperator
 from natgrad.structures.implicit import ImplicitOperator
 from natgrad.structures.kronecker import KroneckerOperator
 

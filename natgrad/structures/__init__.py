@@ -9,5 +9,5 @@ from natgrad.structures.implicit import Implicit as Implicit
 from natgrad.structures.kernel import Kernel as Kernel
 from natgrad.structures.kronecker import Kronecker as Kronecker
 from natgrad.structures.low_rank import LowRank as LowRank
-from natgrad.structures.nystrom import Nystrom as Nystrom
+from natgrad.structures.low_rank import Nystrom as Nystrom
 from natgrad.structures.refresh import Refresh as Refresh

@@ -28,9 +28,9 @@ from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator
-from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
     Basis,
+    FactorAverage,
     Layered,
     LayerOperator,
     LayerSplit,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from natgrad.accelerate.autograd import vjp
 from natgrad.accelerate.devices import without_fused_recurrence
 from natgrad.accelerate.temporaries import HESSIAN_COLUMNS
-from natgrad.accelerate.vjp import vjp
 from natgrad.geometry import Covector, unflatten
 from natgrad.isolation import unfused
 from natgrad.linalg import Damping

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.averages import lay_out
 from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.inverses import (
     BatchedInverse,
@@ -36,6 +35,7 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.matrix_kernels import Sides
+from natgrad.accelerate.moments import lay_out
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import FactorisationError, IncompatibleError
@@ -63,9 +63,9 @@ from natgrad.structures.base import (
     check_shape,
 )
 from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
-from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
     Basis,
+    FactorAverage,
     Layered,
     LayerInverse,
     LayerOperator,

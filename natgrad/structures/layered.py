@@ -39,10 +39,11 @@ from natgrad.accelerate.inverses import (
     two_sided,
 )
 from natgrad.accelerate.matrix_kernels import Sides
+from natgrad.accelerate.moments import PendingAverages
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.roots import spectrum
 from natgrad.accelerate.temporaries import at_once
-from natgrad.errors import IncompatibleError, NatgradError, UncoveredError
+from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import (
     Damping,
@@ -64,9 +65,11 @@ from natgrad.pullbacks.coupling import at_fixed_address
 from natgrad.pullbacks.factors import Factors, slices
 from natgrad.pullbacks.gradient import GradientSample, matrices
 from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.layer_factors import FactorSink, Side
 from natgrad.pullbacks.operation_layers import is_operation
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.sharing import LARGEST, Sharing
+from natgrad.rules.features import Moment
 from natgrad.structures.base import (
     FALLBACK,
     Cost,
@@ -1448,3 +1451,79 @@ def _overlap(new: Rotation, old: Rotation) -> Rotation:
     if new is None:
         return old
     return new.mT if old is None else new.mT @ old
+
+
+@final
+class FactorAverage(FactorSink):
+    """The sink that adds factors to moving averages, Ā ← (1 − w) Ā + w A, and S̄ and D̄ likewise, one by one.
+
+    ``numbers``: the number in ``average`` of each layer b of ``put``. A layer that is new has weight 1. Every group of
+    a stacked layer has its own weight (``group_weights``), computed from A, which arrives before S. ``alone``: no
+    forward pass holds activations at the same time. ``lenient``: a factor that is not finite is left out, and
+    ``refuse_left_out`` raises; else ``put`` does.
+    """
+
+    def __init__(
+        self,
+        average: LayerOperator,
+        numbers: Sequence[int],
+        weight: Scalar,
+        *,
+        alone: bool = False,
+        lenient: bool = False,
+    ) -> None:
+        self.average, self.numbers = average, numbers
+        self._weight, self._alone, self._lenient = weight, alone, lenient
+        self._left_out: list[str] = []  # titles of layers
+        self._group_weights: dict[int, Tensor] = {}
+
+    @cached_property
+    def _averages(self) -> PendingAverages:  # not made where captured kernels are replayed
+        factors = [t for side in self.average.averaged_letters.values() for t in side]
+        return PendingAverages(factors, alone=self._alone)
+
+    @property
+    def weight(self) -> Scalar:
+        return self._weight
+
+    @property
+    def address_key(self) -> Hashable:
+        return tuple(self.numbers), self.average.unseen, self.average.addresses
+
+    def with_weight(self, weight: Scalar) -> FactorAverage:
+        return FactorAverage(self.average, self.numbers, weight, alone=self._alone, lenient=self._lenient)
+
+    def put(self, b: int, side: Side, moment: Moment) -> None:
+        number = self.numbers[b]
+        factor = self.average.averaged_letters[side][number]
+        weight = self._weight if self.average.saw(number) else 1.0
+        rule = self.average.blocks[number].rule
+        if rule is not None and rule.stacked:
+            new = moment.mean()
+            if side == "A":
+                self._group_weights[b] = group_weights(factor, new, weight, 1) / weight
+            share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
+            moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
+        if is_asynchronous(factor.device):  # not checked on the host: a moment that is not finite is not added
+            masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
+            moment = Moment(moment.mean(), 1) if masked else moment
+            self._averages.add(factor, moment.total, count=moment.count, weight=weight, is_moment=side != "D")
+            return
+        if moment.is_finite():
+            moment.average_into(factor, float(weight))
+            return
+        self._left_out.append(self.average.blocks[number].title)
+        if not self._lenient:
+            self.refuse_left_out()
+
+    def refuse_left_out(self) -> None:
+        """Raise if a factor was not finite."""
+        if self._left_out:
+            raise NonFiniteError(
+                f"the estimate of the metric of {', '.join(dict.fromkeys(self._left_out))} holds NaN or infinity, and "
+                "was not averaged: clean the batch, or lower the learning rate"
+            )
+
+    def flush(self) -> None:
+        if "_averages" in vars(self):  # else nothing waits
+            self._averages.flush()

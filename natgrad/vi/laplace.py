@@ -21,9 +21,8 @@ from natgrad.families.discrete import Bernoulli
 from natgrad.geometry import Vector
 from natgrad.linalg import check_finite, check_positive, is_number
 from natgrad.model import Inputs, Model, check_slots, check_types
-from natgrad.output.fisher import Fisher
 from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
-from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
+from natgrad.output.metric import Euclidean, Fisher, OutputMetric, fresh_generator
 from natgrad.pullbacks.chunks import check_independent, examples, separable
 from natgrad.pullbacks.pullback import LoaderPullback, Observer, Pullback, layers_of
 from natgrad.solve.cg import CG

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd_nodes import computes_gradient
+from natgrad.accelerate.autograd import computes_gradient
 from natgrad.accelerate.devices import in_transform
 from natgrad.accelerate.modules import forward_pre_hooks_in, has_pre_hooks, uncompiled, without_pre_hooks
 from natgrad.model import returned_tensors

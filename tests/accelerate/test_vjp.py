@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.vjp import vjp
+from natgrad.accelerate.autograd import vjp
 from tests.pulled import close, normal
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.accelerate import replay
+from natgrad.accelerate.autograd import vjp
 from natgrad.accelerate.matrix_kernels import keep_rows, round_rows
 from natgrad.accelerate.moments import column_moments, counted_moment, symmetric_product
 from natgrad.accelerate.replay import GraphCache
-from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call, Rule
 from natgrad.rules.base import cotangent_features, input_features
 from tests.cuda.waiting import no_waiting

@@ -205,7 +205,7 @@ def test_a_recorded_step_of_other_rules_waits_for_nothing(variant: str) -> None:
 
 
 def test_cotangents_that_are_used_on_the_way_have_the_factors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("natgrad.accelerate.vjp"), "_ROOM", 0)
+    monkeypatch.setattr(importlib.import_module("natgrad.accelerate.autograd"), "_ROOM", 0)
     options: dict[str, Any] = {"metric_every": 1, "inverse_every": 1, "solver": ng.Factored()}
     found = []
     for _ in range(2):

@@ -19,7 +19,7 @@ from natgrad.accelerate import roots
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import CudaGraphs
 from natgrad.optim import optimizer, preconditioner, update
-from natgrad.structures import factor_average, layered
+from natgrad.structures import layered
 from tests.optim.tasks import seeded
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Gpu]:
 
     def start() -> Gpu:
         it = Gpu()
-        for module in (optimizer, update, preconditioner, layered, factor_average):
+        for module in (optimizer, update, preconditioner, layered):
             monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
         monkeypatch.setattr(roots, "_SINGLE", range(0))  # products of halves
         monkeypatch.setattr(Flag, "check", lambda self, tensors, what: self.look(tensors))

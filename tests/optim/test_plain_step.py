@@ -13,7 +13,7 @@ import natgrad as ng
 from benchmarks.census import Operations
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
-from natgrad.optim import optimizer, sources, update
+from natgrad.optim import estimates, optimizer, update
 from natgrad.step import PlainRule, Step, StepContext, StepRule
 from tests.optim.tasks import seeded
 
@@ -354,7 +354,7 @@ def test_on_a_gpu_a_finite_step_of_a_gradient_that_is_not_moves_nothing(
     model, x = net(), torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Diagonal(), step=Sign(), lr=0.1, damping=0.1)
     gpu()
-    monkeypatch.setattr(sources, "can_read", lambda t: False)
+    monkeypatch.setattr(estimates, "can_read", lambda t: False)
     moved = []
     for spoiled in (False, True):
         before = [p.detach().clone() for p in model.parameters()]

@@ -15,7 +15,7 @@ from natgrad.model import Model
 from natgrad.pullbacks import coupling
 from natgrad.pullbacks.pullback import Observer
 from natgrad.rules import RULES
-from natgrad.structures import factor_average
+from natgrad.structures import layered
 from tests.accelerate.eager_graphs import EagerGraphs
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
@@ -156,7 +156,7 @@ def test_factors_of_changing_sizes_are_those_of_each_batch(
     name: str, structure: ng.Kronecker, k: int, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``gpu``: the averages are taken as there, many in one launch."""
-    monkeypatch.setattr(factor_average, "is_asynchronous", lambda device: gpu)
+    monkeypatch.setattr(layered, "is_asynchronous", lambda device: gpu)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
     build, batch = CASES[name]
     model, cache = seeded(lambda: made(build, batch(20))), GraphCache[None](capture=EagerGraphs())
@@ -245,7 +245,7 @@ def test_terms_that_do_not_count_are_where_graphs_find_them(name: str, monkeypat
         expected = expected.lerp(structure.estimate(observer.checked(*given)), WEIGHT)
         with monkeypatch.context() as gpu:
             gpu.setattr(moments, "can_read", lambda t: False)
-            for module in (coupling, factor_average):
+            for module in (coupling, layered):
                 gpu.setattr(module, "is_asynchronous", lambda device: True)
             found = structure.absorb(replace(observer.checked(*given), graph_cache=cache), found, WEIGHT)
         for key, t in expected.tensors().items():

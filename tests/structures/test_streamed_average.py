@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.averages import Pending, average_together
+from natgrad.accelerate.moments import Pending, average_together
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
-from natgrad.optim.tracker import EmaWeight
+from natgrad.optim.estimates import EmaWeight
 from natgrad.pullbacks.backward import above
 from tests import zoo
 from tests.pulled import Rooted, close, normal, pull, random_roots

@@ -1,7 +1,11 @@
-"""Private attributes of autograd nodes, tensors and modules' hooks, read under plain names."""
+"""Autograd from inside: private attributes of nodes, tensors and hooks under plain names, backward passes of several
+cotangents, and the operations that torch dispatches, seen as they run.
+"""
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -11,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from natgrad.accelerate.moments import single
 
 _nodes: Any = torch._C._functions  # the types of nodes, which torch's stubs do not list
 LEAF = _nodes.AccumulateGrad
@@ -199,3 +206,118 @@ def remove_forward_hook(module: nn.Module, number: int) -> None:
     """Remove that hook, if it is there."""
     module._forward_hooks.pop(number, None)
     module._forward_hooks_with_kwargs.pop(number, None)
+
+
+_log = logging.getLogger("natgrad")
+
+
+def vjp(ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Jᵀ of cotangents [k *shape of y], [k *shape] at tensors or edges of the graph of ys; None where nothing arrives.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> vjp((3 * x,), [x], (torch.tensor([[1.0, 0.0], [0.0, 2.0]]),))
+    (tensor([[3., 0.],
+            [0., 6.]]),)
+    """
+    if cotangents[0].shape[0] > 1:
+        try:
+            return _grad(ys, at, cotangents, batched=True)
+        except RuntimeError as error:  # a genuine mistake is raised again below
+            _log.info("a kernel takes one cotangent at a time (%s): one backward pass each", error)
+    # One column needs no vmap, whose overhead would show beside a single backward pass.
+    columns = [_grad(ys, at, tuple(g[k] for g in cotangents)) for k in range(cotangents[0].shape[0])]
+    if len(columns) == 1:
+        return tuple([None if g is None else g.unsqueeze(0) for g in columns[0]])
+    return tuple(None if gs[0] is None else torch.stack(list(gs)) for gs in zip(*columns, strict=True))
+
+
+def _grad(
+    ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...], batched: bool = False
+) -> tuple[Tensor | None, ...]:
+    # For a GPU torch runs the backward pass in another thread. Switching to it, and back for every hook, takes longer
+    # than launching many kernels.
+    with torch.autograd.set_multithreading_enabled(False):
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+            ys, at, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
+    return grads
+
+
+_ROOM = 2**26  # bytes
+
+
+def waiting_bytes(device: torch.device, total: int) -> int:
+    """How many bytes of cotangents, of a ``total``, may wait for others, so that their kernels are launched together.
+
+    >>> waiting_bytes(torch.device("cpu"), 2**30)
+    0
+    """
+    return max(_ROOM, total // 3) if device.type == "cuda" else 0
+
+
+# Cotangents through a graph in half precision: scaled into its range before the pass, and back after it.
+#
+# float16 has no number below 6·10⁻⁸, and few digits below 6·10⁻⁵. The cotangents s/√N of a large batch, times the small
+# Jacobians of a deep network, are there. A power of two changes no digit, so the metric does not depend on it, nor on
+# the scale of a ``GradScaler``, which the loss has and the metric never sees.
+
+
+_LARGEST = 6  # the largest number of a root is brought to 2⁵ … 2⁶: Jacobians up to 10³ do not overflow
+
+
+def pulled(y: Tensor, at: Sequence[Any], s: Tensor, half: bool) -> tuple[Tensor | None, ...]:
+    """Cotangents [k *shape] at edges or leaves of the graph of y, for s [k n *out]: ``vjp``, without underflow.
+
+    ``half``: whether some of them come in float16.
+
+    >>> x = torch.full((1,), 2.0**-20, dtype=torch.float16, requires_grad=True)
+    >>> y = x * 2.0**-10
+    >>> edge = torch.autograd.graph.get_gradient_edge(x)
+    >>> pulled(y, [edge], torch.full((1, 1), 2.0**-20), half=True)[0] == 2.0**-30
+    tensor([[True]])
+    """
+    if not half:
+        return vjp((y,), at, (s.to(y.dtype),))
+    exponent = torch.frexp(s.abs().amax()).exponent
+    scale = torch.ldexp(s.new_ones(()), _LARGEST - exponent)
+    grads = vjp((y,), at, ((s * scale).to(y.dtype),))
+    return tuple(None if g is None else single(g) / scale for g in grads)
+
+
+class OperationMode(TorchDispatchMode, ABC):
+    """While it is entered, ``see`` is called for every operation, below autograd, in place of the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def enter(self) -> None:
+        """As ``with`` does, for those who begin in one hook and end in another."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        return self.see(name, func, args, kwargs or {})
+
+    @abstractmethod
+    def see(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``run(*args, **kwargs)`` does; ``name`` is that of aten, in place ones with their underscore."""
+
+
+def operations_are_seen() -> bool:
+    """Whether a mode, ours or another, looks at the operations that run now."""
+    return _get_current_dispatch_mode() is not None
+
+
+def storage(t: Tensor) -> int:
+    """The address of the memory of a tensor, which its views share; 0 where it has none."""
+    if t.layout is not torch.strided or t._is_zerotensor():  # forward-mode derivatives make zeros without memory
+        return 0
+    return t.untyped_storage().data_ptr()
+
+
+def base(t: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, for autograd."""
+    return t._base
