@@ -28,9 +28,14 @@ _QUADRATIC = 1e-6  # nats: below this squared Newton decrement a full step squar
 
 
 class Family(ABC):
-    """p(t | y) for outputs y [n *out]; several independent terms an example (pixels, tokens) multiply.
+    """The base class of output families: how a model's outputs define a distribution of targets.
 
-    The Fisher metric in the chart y is F = E[∇log p ∇log pᵀ], with targets drawn from the model (Amari 1998).
+    A Fisher metric (``ng.Fisher``) takes one. Several independent terms an example (pixels, tokens) multiply.
+
+    Method:
+        p(t | y) for outputs y [n *out].
+
+        The Fisher metric in the chart y is F = E[∇log p ∇log pᵀ], with targets drawn from the model (Amari 1998).
     """
 
     @property
@@ -92,19 +97,25 @@ class Family(ABC):
 
 
 class ExponentialFamily(Family):
-    """p(x | η) = h(x) exp(⟨η, t(x)⟩ − log Z(η)).
+    """The base class of exponential families, with natural and mean parameters as two charts.
 
-    Natural parameters η and mean parameters ξ = E t(x) = ∇log Z(η) are two charts of the same family (Amari 1998). A
-    point of either chart is one tensor [*batch p], or [*batch] where the parameter is one number (``axes`` = 0). Sizes
-    come from its shape, and results have shape [*batch]. Data are [*batch *event], as in torch.distributions.
+    It gives densities, entropies, divergences, Fisher information, samples and fits, all from a few functions of the
+    subclass.
 
     As an output family the outputs y [n *terms p] are natural parameters, and ``kl`` sums over the terms.
 
     On a CPU a point outside its domain raises a DomainError. On a GPU only ``fit``, ``distribution`` and the Newton
     iterations of ``natural`` wait for the device.
 
-    A subclass gives h, t, log Z, the maps between the charts and their domains. The information comes from automatic
-    differentiation of those maps, unless the subclass has a closed form (``_fisher``).
+    Method:
+        p(x | η) = h(x) exp(⟨η, t(x)⟩ − log Z(η)).
+
+        Natural parameters η and mean parameters ξ = E t(x) = ∇log Z(η) are two charts of the same family (Amari 1998).
+        A point of either chart is one tensor [*batch p], or [*batch] where the parameter is one number (``axes`` = 0).
+        Sizes come from its shape, and results have shape [*batch]. Data are [*batch *event], as in torch.distributions.
+
+        A subclass gives h, t, log Z, the maps between the charts and their domains. The information comes from
+        automatic differentiation of those maps, unless the subclass has a closed form (``_fisher``).
     """
 
     # The family itself

@@ -21,23 +21,31 @@ from natgrad.linalg import is_number
 @final
 @dataclass(frozen=True)
 class Categorical(ExponentialFamily):
-    """Softmax of logits y [n *terms c]: F = diag p − p pᵀ a term, singular along the constant vector.
+    """The family of class labels, with logits as outputs: what a softmax classifier needs.
 
-    Root: √p_k (e_k − p), one column a class: the derivative of the Hellinger embedding y ↦ 2√p.
+    Args:
+        minimal: Describe a distribution by log-odds against the last class [*batch c−1], in which the Fisher matrix is
+            regular. By default there are as many logits as classes, and adding a constant to all of them changes
+            nothing.
+        axis: The axis of the classes in the outputs of a model: −1 for tokens [n t c], 1 for pixels [n c h w], as
+            torch's losses have it. Outputs [n c] need none; with more axes it must be given, here or by a loss
+            (``ng.metric_of``).
 
-    ``axis``: that of the classes in the outputs of a model, −1 for tokens [n t c], 1 for pixels [n c h w], as torch's
-    losses have it. Outputs [n c] need none; with more axes it must be said, here or by a loss (``ng.metric_of``).
+    Method:
+        Softmax of logits y [n *terms c]: F = diag p − p pᵀ a term, singular along the constant vector.
 
-    As a distribution: x one-hot [*batch c], t(x) = x, log Z = log Σ exp η, ξ = p. The natural parameters are
-    log-probabilities up to a constant, and ``natural`` returns those with mean zero. ``minimal=True``: log-odds against
-    the last class [*batch c−1], in which F is regular.
+        Root: √p_k (e_k − p), one column a class: the derivative of the Hellinger embedding y ↦ 2√p.
 
-    >>> Categorical().flat(torch.zeros(1, 2), torch.tensor([[1.0, 1.0]]))
-    tensor([[0., 0.]])
-    >>> Categorical(minimal=True).natural(torch.tensor([0.25, 0.5]))
-    tensor([0.0000, 0.6931])
-    >>> Categorical(axis=1).terms(torch.zeros(2, 3, 4, 5))
-    20
+        As a distribution: x one-hot [*batch c], t(x) = x, log Z = log Σ exp η, ξ = p. The natural parameters are
+        log-probabilities up to a constant, and ``natural`` returns those with mean zero.
+
+    Example:
+        >>> Categorical().flat(torch.zeros(1, 2), torch.tensor([[1.0, 1.0]]))
+        tensor([[0., 0.]])
+        >>> Categorical(minimal=True).natural(torch.tensor([0.25, 0.5]))
+        tensor([0.0000, 0.6931])
+        >>> Categorical(axis=1).terms(torch.zeros(2, 3, 4, 5))
+        20
     """
 
     minimal: bool = False
@@ -229,10 +237,12 @@ _BELOW = 2000.0  # below the lowest possible logit: e^−2000 is 0 in every prec
 
 
 class Mask(NamedTuple):
-    """Which terms and actions exist in a batch of outputs y [n *terms *out].
+    """Which terms and actions exist in a batch of outputs: the target of ``Masked``.
 
-    ``steps`` [n *terms]: False where an episode is over (padding), or weights w ≥ 0 of the terms, such as γ^t.
-    ``actions`` [n *terms c]: False where the action is impossible. None stands for all.
+    Args:
+        steps: Tensor [n *terms], False where an episode is over (padding), or weights w ≥ 0 of the terms, such as γ^t.
+            None stands for all.
+        actions: Tensor [n *terms c], False where the action is impossible. None stands for all.
     """
 
     steps: Tensor | None = None
@@ -242,17 +252,25 @@ class Mask(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Masked(Family):
-    """Any family, restricted to the steps and actions of a ``Mask``: F = Σ_t w_t F_t, KL = Σ_t w_t KL_t.
+    """Any family without the padded steps and the impossible actions of a batch.
 
     The mask is the target of the batch: ``pullback(policy, x, Fisher(Masked(family)), target=mask)``, and
     ``opt.refresh(x, mask)`` before ``opt.step()``. Masked outputs have no length in the metric; they may hold any
-    finite numbers in the domain of the family. Examples are averaged over all n, whatever their steps: for the mean
-    over the valid steps, give weights ``valid * n / valid.sum()``. ``actions`` are for ``Categorical``: F is then that
-    of the softmax over the possible ones.
+    finite numbers in the domain of the family.
 
-    >>> family = Masked(Categorical(), Mask(actions=torch.tensor([[True, True, False]])))
-    >>> family.flat(torch.zeros(1, 3), torch.tensor([[1.0, 0.0, 5.0]]))
-    tensor([[ 0.2500, -0.2500,  0.0000]])
+    Args:
+        family: The family of the outputs that exist. A mask with ``actions`` needs ``Categorical``: F is then that of
+            the softmax over the possible actions.
+        mask: The ``Mask`` of the outputs, if it is always the same; otherwise it comes with each batch, as its target.
+
+    Method:
+        F = Σ_t w_t F_t and KL = Σ_t w_t KL_t over the steps. Examples are averaged over all n, whatever their steps:
+        for the mean over the valid steps, give weights ``valid * n / valid.sum()``.
+
+    Example:
+        >>> family = Masked(Categorical(), Mask(actions=torch.tensor([[True, True, False]])))
+        >>> family.flat(torch.zeros(1, 3), torch.tensor([[1.0, 0.0, 5.0]]))
+        tensor([[ 0.2500, -0.2500,  0.0000]])
     """
 
     family: Family

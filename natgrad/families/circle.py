@@ -22,12 +22,16 @@ _LARGE = 100.0  # κ above which 1 − A² − A/κ loses more to cancellation t
 @final
 @dataclass(frozen=True)
 class VonMises(ExponentialFamily):
-    """exp(κ cos(x − μ))/(2π I₀(κ)): t = (cos x, sin x), η = κ (cos μ, sin μ), any point [*batch 2] of the plane.
+    """The von Mises distributions of an angle.
 
-    log Z = log 2π + log I₀(‖η‖), ξ = A(κ) η/κ with A = I₁/I₀, F = A/κ (1 − uuᵀ) + A' uuᵀ with u = η/κ.
+    Method:
+        exp(κ cos(x − μ))/(2π I₀(κ)): t = (cos x, sin x), η = κ (cos μ, sin μ), any point [*batch 2] of the plane.
 
-    >>> VonMises().mean(torch.zeros(2))
-    tensor([0., 0.])
+        log Z = log 2π + log I₀(‖η‖), ξ = A(κ) η/κ with A = I₁/I₀, F = A/κ (1 − uuᵀ) + A' uuᵀ with u = η/κ.
+
+    Example:
+        >>> VonMises().mean(torch.zeros(2))
+        tensor([0., 0.])
     """
 
     natural_domain = Space()

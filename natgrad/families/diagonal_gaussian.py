@@ -36,12 +36,16 @@ def _mean_slacks(xi: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DiagonalGaussian(ExponentialFamily):
-    """d independent N(μ, σ²): t = (x, −½x²), η = (h, λ) = (μ/σ², 1/σ²), points [*batch 2d], data [*batch d].
+    """Independent normal variables, with means and variances both unknown.
 
-    log Z = Σ ½ (log 2π − log λ + h²/λ).
+    Method:
+        d independent N(μ, σ²): t = (x, −½x²), η = (h, λ) = (μ/σ², 1/σ²), points [*batch 2d], data [*batch d].
 
-    >>> DiagonalGaussian().mean(torch.tensor([1.0, 2.0]))  # μ = ½, σ² = ½
-    tensor([ 0.5000, -0.3750])
+        log Z = Σ ½ (log 2π − log λ + h²/λ).
+
+    Example:
+        >>> DiagonalGaussian().mean(torch.tensor([1.0, 2.0]))  # μ = ½, σ² = ½
+        tensor([ 0.5000, -0.3750])
     """
 
     natural_domain = OpenBox((-math.inf, 0.0))
@@ -121,10 +125,14 @@ class DiagonalGaussian(ExponentialFamily):
 @final
 @dataclass(frozen=True)
 class LogNormal(DiagonalGaussian):
-    """x = exp of d independent N(μ, σ²): t = (log x, −½ log²x), h = Π 1/x; otherwise the Gaussian of log x.
+    """Independent positive numbers whose logarithms are normal.
 
-    >>> LogNormal().mean(torch.tensor([1.0, 2.0]))
-    tensor([ 0.5000, -0.3750])
+    Method:
+        x = exp of d independent N(μ, σ²): t = (log x, −½ log²x), h = Π 1/x; otherwise the Gaussian of log x.
+
+    Example:
+        >>> LogNormal().mean(torch.tensor([1.0, 2.0]))
+        tensor([ 0.5000, -0.3750])
     """
 
     support = C.independent(C.positive, 1)
@@ -151,10 +159,17 @@ class LogNormal(DiagonalGaussian):
 @final
 @dataclass(frozen=True, eq=False)
 class DiagonalGaussianKnownMean(ExponentialFamily):
-    """d independent N(m, σ²) with known m [d]: t = −½(x − m)², η = λ = 1/σ² [*batch d].
+    """Independent normal variables whose means are known and whose variances are not.
 
-    >>> DiagonalGaussianKnownMean(torch.zeros(1)).mean(torch.tensor([4.0]))
-    tensor([-0.1250])
+    Args:
+        m: The known means [d].
+
+    Method:
+        d independent N(m, σ²) with known m [d]: t = −½(x − m)², η = λ = 1/σ² [*batch d].
+
+    Example:
+        >>> DiagonalGaussianKnownMean(torch.zeros(1)).mean(torch.tensor([4.0]))
+        tensor([-0.1250])
     """
 
     m: Tensor
@@ -212,16 +227,21 @@ def _independent(family: ExponentialFamily, d: D.Distribution, kind: type[Base])
 @final
 @dataclass(frozen=True)
 class Gaussian(Family):
-    """N(μ, σ²) a term, as an output family. With ``scale`` given the outputs are means, F = 1/σ², and the loss is
-    ½‖y − t‖²/σ².
+    """Normal noise on real outputs, with a scale that is given or learned.
 
-    With ``scale=None`` the scale is learned: the last axis of the outputs holds (μ₁ … μ_d, log σ₁ … log σ_d), and
-    F = diag(1/σ², 2) in that chart.
+    Args:
+        scale: The standard deviation σ of every output, a positive number. With ``None`` it is learned: the last axis
+            of the outputs then holds (μ₁ … μ_d, log σ₁ … log σ_d).
 
-    >>> Gaussian(scale=2.0).flat(torch.zeros(1, 1), torch.ones(1, 1))
-    tensor([[0.2500]])
-    >>> Gaussian(scale=None).flat(torch.zeros(1, 2), torch.ones(1, 2))
-    tensor([[1., 2.]])
+    Method:
+        N(μ, σ²) a term. With a ``scale``, the outputs are means, F = 1/σ², and the loss is ½‖y − t‖²/σ². With ``None``,
+        F = diag(1/σ², 2) in the chart (μ, log σ).
+
+    Example:
+        >>> Gaussian(scale=2.0).flat(torch.zeros(1, 1), torch.ones(1, 1))
+        tensor([[0.2500]])
+        >>> Gaussian(scale=None).flat(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([[1., 2.]])
     """
 
     scale: float | None = 1.0

@@ -18,10 +18,14 @@ from natgrad.families.special import trigamma, trigamma_excess
 
 @dataclass(frozen=True)
 class Dirichlet(ExponentialFamily):
-    """x on the simplex [*batch c]: t = log x, η = α − 1, log Z = Σ log Γ(α_c) − log Γ(Σ α_c).
+    """The Dirichlet distributions of probabilities of c classes.
 
-    >>> Dirichlet().mean(torch.zeros(2))
-    tensor([-1.0000, -1.0000])
+    Method:
+        x on the simplex [*batch c]: t = log x, η = α − 1, log Z = Σ log Γ(α_c) − log Γ(Σ α_c).
+
+    Example:
+        >>> Dirichlet().mean(torch.zeros(2))
+        tensor([-1.0000, -1.0000])
     """
 
     natural_domain = OpenBox(-1.0)
@@ -80,10 +84,14 @@ class Dirichlet(ExponentialFamily):
 @final
 @dataclass(frozen=True)
 class Beta(Dirichlet):
-    """x in (0, 1): t = (log x, log(1 − x)), η = (a − 1, b − 1); the Dirichlet family of (x, 1 − x), points [*batch 2].
+    """The Beta distributions of a number between 0 and 1.
 
-    >>> Beta().mean(torch.zeros(2))
-    tensor([-1.0000, -1.0000])
+    Method:
+        x in (0, 1): t = (log x, log(1 − x)), η = (a − 1, b − 1); the Dirichlet family of (x, 1 − x), points [*batch 2].
+
+    Example:
+        >>> Beta().mean(torch.zeros(2))
+        tensor([-1.0000, -1.0000])
     """
 
     support = C.unit_interval

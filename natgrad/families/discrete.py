@@ -106,12 +106,18 @@ class Coins(ExponentialFamily):
 @final
 @dataclass(frozen=True)
 class Bernoulli(Coins, ScalarOutput):
-    """Log-odds y [n *terms]: F = p(1 − p), p = σ(y).
+    """The family of coin tosses, with log-odds as outputs.
 
-    As a distribution: x in {0, 1}, t(x) = x, log Z = log(1 + e^η), ξ = p.
+    Use it in a Fisher metric for logistic regression, or as a distribution with log-odds as natural parameters.
 
-    >>> Bernoulli().flat(torch.zeros(1, 1), torch.ones(1, 1))
-    tensor([[0.2500]])
+    Method:
+        Log-odds y [n *terms]: F = p(1 − p), p = σ(y).
+
+        As a distribution: x in {0, 1}, t(x) = x, log Z = log(1 + e^η), ξ = p.
+
+    Example:
+        >>> Bernoulli().flat(torch.zeros(1, 1), torch.ones(1, 1))
+        tensor([[0.2500]])
     """
 
     coins = 1
@@ -138,12 +144,16 @@ class Bernoulli(Coins, ScalarOutput):
 @final
 @dataclass(frozen=True)
 class Poisson(ScalarOutput):
-    """Log-rates y [n *terms]: F = e^y.
+    """The family of counts, with log-rates as outputs.
 
-    As a distribution: t(x) = x, h(x) = 1/x!, log Z = e^η, ξ = e^η.
+    Method:
+        Log-rates y [n *terms]: F = e^y.
 
-    >>> Poisson().kl(torch.zeros(1, 1), torch.zeros(1, 1))
-    tensor([0.])
+        As a distribution: t(x) = x, h(x) = 1/x!, log Z = e^η, ξ = e^η.
+
+    Example:
+        >>> Poisson().kl(torch.zeros(1, 1), torch.zeros(1, 1))
+        tensor([0.])
     """
 
     mean_domain = OpenBox(0.0, axes=0)
@@ -190,10 +200,17 @@ class Poisson(ScalarOutput):
 @final
 @dataclass(frozen=True)
 class Binomial(Coins):
-    """Successes x of ``total_count`` = m coins: t = x, h = m!/(x! (m − x)!), η the log-odds, log Z = m log(1 + e^η).
+    """The number of heads among a known number of coins, with log-odds as natural parameter.
 
-    >>> Binomial(4).mean(torch.tensor(0.0))
-    tensor(2.)
+    Args:
+        total_count: The number m of coins, at least 1.
+
+    Method:
+        Successes x of m coins: t = x, h = m!/(x! (m − x)!), η the log-odds, log Z = m log(1 + e^η).
+
+    Example:
+        >>> Binomial(4).mean(torch.tensor(0.0))
+        tensor(2.)
     """
 
     total_count: int
@@ -242,12 +259,19 @@ class Binomial(Coins):
 @final
 @dataclass(frozen=True)
 class NegativeBinomial(ExponentialFamily):
-    """Γ(x + r)/(x! Γ(r)) e^{ηx} (1 − e^η)^r: successes, of probability e^η, before ``total_count`` = r > 0 failures.
+    """The number of successes before a known number of failures: counts of large spread.
 
-    t = x, log Z = −r log(1 − e^η), η < 0.
+    Args:
+        total_count: The number r > 0 of failures, any positive number.
 
-    >>> NegativeBinomial(3.0).mean(torch.tensor(0.5).log())
-    tensor(3.)
+    Method:
+        Γ(x + r)/(x! Γ(r)) e^{ηx} (1 − e^η)^r: successes, of probability e^η, before ``total_count`` = r > 0 failures.
+
+        t = x, log Z = −r log(1 − e^η), η < 0.
+
+    Example:
+        >>> NegativeBinomial(3.0).mean(torch.tensor(0.5).log())
+        tensor(3.)
     """
 
     total_count: float
@@ -295,10 +319,14 @@ class NegativeBinomial(ExponentialFamily):
 @final
 @dataclass(frozen=True)
 class Geometric(ExponentialFamily):
-    """e^{ηx} (1 − e^η): failures x, of probability e^η, before the first success. t = x, log Z = −log(1 − e^η), η < 0.
+    """The number of failures before the first success.
 
-    >>> Geometric().natural(torch.tensor(1.0))
-    tensor(-0.6931)
+    Method:
+        e^{ηx} (1 − e^η): failures x, of probability e^η, before the first success. t = x, log Z = −log(1 − e^η), η < 0.
+
+    Example:
+        >>> Geometric().natural(torch.tensor(1.0))
+        tensor(-0.6931)
     """
 
     axes = 0

@@ -30,14 +30,19 @@ _TOGETHER = 8  # samples whose scores share a backward pass, whose cost grows wi
 @final
 @dataclass(frozen=True)
 class FromDistribution(Family):
-    """The family y ↦ build(y), a ``torch.distributions`` distribution with the examples on its first batch axis.
+    """Any ``torch.distributions`` distribution as an output family.
 
-    The metric is exact where torch has the KL divergence in closed form, F = ∂² KL(p_y0 ‖ p_y)/∂y², or where the
-    support can be enumerated, F = Σ_t p(t) ∇log p ∇log pᵀ. Other distributions must be sampled.
+    Args:
+        build: A function that maps the outputs y [n *out] to a distribution with the examples on its first batch axis.
 
-    >>> family = FromDistribution(lambda y: torch.distributions.Exponential(y.exp()))
-    >>> family.flat(torch.zeros(1, 1), torch.ones(1, 1))
-    tensor([[1.]])
+    Method:
+        The metric is exact where torch has the KL divergence in closed form, F = ∂² KL(p_y0 ‖ p_y)/∂y², or where the
+        support can be enumerated, F = Σ_t p(t) ∇log p ∇log pᵀ. Other distributions must be sampled.
+
+    Example:
+        >>> family = FromDistribution(lambda y: torch.distributions.Exponential(y.exp()))
+        >>> family.flat(torch.zeros(1, 1), torch.ones(1, 1))
+        tensor([[1.]])
     """
 
     build: Callable[[Tensor], Distribution]

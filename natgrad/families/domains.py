@@ -91,10 +91,14 @@ class Domain(ABC):
 @final
 @dataclass(frozen=True)
 class Space(Domain):
-    """All finite points. ``axes=0``: every number is a point by itself [*batch].
+    """The domain of all finite points.
 
-    >>> Space().reach(torch.zeros(2), torch.ones(2))
-    tensor(inf)
+    Args:
+        axes: The trailing axes of a point: 1, or 0 if every number is a point by itself [*batch].
+
+    Example:
+        >>> Space().reach(torch.zeros(2), torch.ones(2))
+        tensor(inf)
     """
 
     axes: int = 1
@@ -121,19 +125,23 @@ class Space(Domain):
 @final
 @dataclass(frozen=True)
 class OpenBox(Domain):
-    """lower < x < upper, entry by entry. ``axes=0``: every number is a point by itself [*batch].
+    """The open box: every entry lies strictly between its bounds.
 
-    A bound is one number for all entries, or a tuple with one for each of equally long pieces of the last axis:
-    ``lower=(-inf, 0.0)`` bounds the second half.
+    Args:
+        lower: The lower bound: one number for all entries, or a tuple with one for each of equally long pieces of the
+            last axis. ``lower=(-inf, 0.0)`` bounds the second half.
+        upper: The upper bound, in the same form.
+        axes: The trailing axes of a point: 1, or 0 if every number is a point by itself [*batch].
 
-    >>> OpenBox((-1.0, -math.inf), (math.inf, 0.0)).check(torch.tensor([1.0, 2.0]), "eta")
-    Traceback (most recent call last):
-    ...
-    natgrad.errors.DomainError: eta[1] = 2 must be below 0: start inside, or take shorter steps (a smaller lr or ...
-    >>> OpenBox(0.0).reach(torch.tensor([1.0, 3.0]), torch.tensor([-2.0, 1.0]))
-    tensor(0.5000)
-    >>> OpenBox(0.0, 1.0, axes=0).margin(torch.tensor([0.25, 0.9, 2.0]))
-    tensor([ 0.2500,  0.1000, -1.0000])
+    Example:
+        >>> OpenBox((-1.0, -math.inf), (math.inf, 0.0)).check(torch.tensor([1.0, 2.0]), "eta")
+        Traceback (most recent call last):
+        ...
+        natgrad.errors.DomainError: eta[1] = 2 must be below 0: start inside, or take shorter steps (a smaller lr or ...
+        >>> OpenBox(0.0).reach(torch.tensor([1.0, 3.0]), torch.tensor([-2.0, 1.0]))
+        tensor(0.5000)
+        >>> OpenBox(0.0, 1.0, axes=0).margin(torch.tensor([0.25, 0.9, 2.0]))
+        tensor([ 0.2500,  0.1000, -1.0000])
     """
 
     lower: Bound = -math.inf
@@ -194,7 +202,11 @@ class OpenBox(Domain):
 @final
 @dataclass(frozen=True)
 class Simplex(Domain):
-    """x_p > 0 with Σ_p x_p = 1 over the last axis: a flat set, whose tangent vectors sum to 0."""
+    """The open simplex: positive numbers on the last axis that sum to 1.
+
+    Method:
+        x_p > 0 with Σ_p x_p = 1 over the last axis: a flat set, whose tangent vectors sum to 0.
+    """
 
     def slacks(self, x: Tensor) -> Tensor:
         return x

@@ -83,16 +83,20 @@ def _moment_matrix(xi: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class FullGaussian(ExponentialFamily):
-    """N(μ, Σ) in d dimensions: t = (x, −½ vec xxᵀ), η = (h, vec Λ), points [*batch d + d²], data [*batch d].
+    """Normal vectors with unknown mean and unknown covariance.
 
-    Information form Λ = Σ⁻¹, h = Λμ. log Z = ½(d log 2π − log|Λ| + hᵀΛ⁻¹h) depends on the symmetric part ½(Λ + Λᵀ)
-    alone: F is singular along antisymmetric directions, and ``sharp`` returns symmetric ones. No d² × d² matrix is
-    formed.
+    Method:
+        N(μ, Σ) in d dimensions: t = (x, −½ vec xxᵀ), η = (h, vec Λ), points [*batch d + d²], data [*batch d].
 
-    >>> gaussian = FullGaussian()
-    >>> eta = gaussian.from_covariance(torch.tensor([1.0, 2.0]), 2 * torch.eye(2))
-    >>> gaussian.information_form(eta)[0]
-    tensor([0.5000, 1.0000])
+        Information form Λ = Σ⁻¹, h = Λμ. log Z = ½(d log 2π − log|Λ| + hᵀΛ⁻¹h) depends on the symmetric part ½(Λ + Λᵀ)
+        alone: F is singular along antisymmetric directions, and ``sharp`` returns symmetric ones. No d² × d² matrix is
+        formed.
+
+    Example:
+        >>> gaussian = FullGaussian()
+        >>> eta = gaussian.from_covariance(torch.tensor([1.0, 2.0]), 2 * torch.eye(2))
+        >>> gaussian.information_form(eta)[0]
+        tensor([0.5000, 1.0000])
     """
 
     natural_domain = Cone(lambda eta: _unpack(eta)[1], "the precision matrix")
@@ -195,10 +199,17 @@ class FullGaussian(ExponentialFamily):
 @final
 @dataclass(frozen=True, eq=False)
 class GaussianKnownMean(ExponentialFamily):
-    """N(m, Σ) with known m [d]: t = −½ vec (x − m)(x − m)ᵀ, η = vec Λ, points [*batch d²].
+    """Normal vectors with known mean and unknown covariance.
 
-    >>> GaussianKnownMean(torch.zeros(1)).mean(torch.tensor([4.0]))
-    tensor([-0.1250])
+    Args:
+        m: The known mean [d].
+
+    Method:
+        N(m, Σ) with known m [d]: t = −½ vec (x − m)(x − m)ᵀ, η = vec Λ, points [*batch d²].
+
+    Example:
+        >>> GaussianKnownMean(torch.zeros(1)).mean(torch.tensor([4.0]))
+        tensor([-0.1250])
     """
 
     m: Tensor
@@ -267,12 +278,19 @@ class GaussianKnownMean(ExponentialFamily):
 @final
 @dataclass(frozen=True, eq=False)
 class GaussianKnownCovariance(ExponentialFamily):
-    """N(μ, Σ) with known Σ [d d]: t = x, η = h = Σ⁻¹μ, base measure exp(−½ xᵀΣ⁻¹x), F = Σ; points and data [*batch d].
+    """Normal vectors with unknown mean and known covariance.
 
-    log Z = ½(d log 2π + log|Σ| + hᵀΣh), with a plus, so that ∇log Z = Σh = μ.
+    Args:
+        Σ: The known covariance [d d], positive definite.
 
-    >>> GaussianKnownCovariance(2 * torch.eye(2)).mean(torch.tensor([1.0, 0.0]))
-    tensor([2., 0.])
+    Method:
+        N(μ, Σ) with known Σ [d d]: t = x, η = h = Σ⁻¹μ, base measure exp(−½ xᵀΣ⁻¹x), F = Σ; points and data [*batch d].
+
+        log Z = ½(d log 2π + log|Σ| + hᵀΣh), with a plus, so that ∇log Z = Σh = μ.
+
+    Example:
+        >>> GaussianKnownCovariance(2 * torch.eye(2)).mean(torch.tensor([1.0, 0.0]))
+        tensor([2., 0.])
     """
 
     Σ: Tensor

@@ -17,19 +17,29 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 @final
 @dataclass(frozen=True, eq=False)
 class Information:
-    """F [*batch], symmetric and positive on the tangent space of a chart (Amari 1998).
+    """The Fisher information of an exponential family at a point, as an operator.
 
-    In the natural chart F_η = ∇²log Z = ∂ξ/∂η: ``flat`` maps a change of η to the change of ξ, and ``sharp`` maps a
-    change of ξ back. In the mean chart F_ξ = F_η⁻¹, and the two maps trade places (``inverse``). Vectors have the shape
-    of a point, with any batch axes in front. Where F is singular, ``sharp`` is the pseudo-inverse.
+    Families make it (``family.fisher(eta)``); vectors have the shape of a point, with any batch axes in front.
 
-    ``divides``: whether ``sharp`` divides by numbers that may round to 0. It does not where it is made of products with
-    the point itself.
+    Args:
+        point: Where the information is taken, in the shape of a point of its chart.
+        axes: The trailing axes of a point: 1, or 0 for a family with one parameter.
+        flat: The map v ↦ F v.
+        sharp: The map w ↦ F⁻¹ w, or the pseudo-inverse where F is singular.
+        divides: Whether ``sharp`` divides by numbers that may round to 0. It does not where it is made of products with
+            the point itself.
 
-    >>> from natgrad.families import Poisson
-    >>> F = Poisson().fisher(torch.tensor([1.0, 2.0]).log())  # the variance is the rate
-    >>> F.flat(torch.ones(2)), F.sharp(torch.ones(2))
-    (tensor([1., 2.]), tensor([1.0000, 0.5000]))
+    Method:
+        F [*batch], symmetric and positive on the tangent space of a chart (Amari 1998).
+
+        In the natural chart F_η = ∇²log Z = ∂ξ/∂η: ``flat`` maps a change of η to the change of ξ, and ``sharp`` maps a
+        change of ξ back. In the mean chart F_ξ = F_η⁻¹, and the two maps trade places (``inverse``).
+
+    Example:
+        >>> from natgrad.families import Poisson
+        >>> F = Poisson().fisher(torch.tensor([1.0, 2.0]).log())  # the variance is the rate
+        >>> F.flat(torch.ones(2)), F.sharp(torch.ones(2))
+        (tensor([1., 2.]), tensor([1.0000, 0.5000]))
     """
 
     point: Tensor

@@ -22,10 +22,14 @@ _EULER = 0.5772156649015329
 
 @dataclass(frozen=True)
 class Exponential(ExponentialFamily):
-    """−η e^{ηx}, x > 0: t = x, log Z = −log(−η), ξ = −1/η, F = 1/η², η = −rate.
+    """The exponential distributions of a waiting time.
 
-    >>> Exponential().mean(torch.tensor(-2.0))
-    tensor(0.5000)
+    Method:
+        −η e^{ηx}, x > 0: t = x, log Z = −log(−η), ξ = −1/η, F = 1/η², η = −rate.
+
+    Example:
+        >>> Exponential().mean(torch.tensor(-2.0))
+        tensor(0.5000)
     """
 
     axes = 0
@@ -52,10 +56,17 @@ class Exponential(ExponentialFamily):
 @final
 @dataclass(frozen=True)
 class Laplace(Exponential):
-    """½(−η) e^{η|x − c|} with known ``centre`` c: t = |x − c| is exponential, log Z = log 2 − log(−η), η = −1/scale.
+    """Laplace distributions with a known centre and unknown scale.
 
-    >>> Laplace(1.0).log_prob(torch.tensor(-2.0), torch.tensor(1.0))
-    tensor(0.)
+    Args:
+        centre: The known centre c.
+
+    Method:
+        ½(−η) e^{η|x − c|} with known ``centre`` c: t = |x − c| is exponential, log Z = log 2 − log(−η), η = −1/scale.
+
+    Example:
+        >>> Laplace(1.0).log_prob(torch.tensor(-2.0), torch.tensor(1.0))
+        tensor(0.)
     """
 
     centre: float = 0.0
@@ -84,10 +95,17 @@ class Laplace(Exponential):
 @final
 @dataclass(frozen=True)
 class Weibull(Exponential):
-    """Known ``shape`` k: t = xᵏ is exponential, h = k xᵏ⁻¹, log Z = −log(−η), η = −scale⁻ᵏ.
+    """Weibull distributions with a known shape and unknown scale.
 
-    >>> Weibull(2.0).mean(torch.tensor(-0.25))
-    tensor(4.)
+    Args:
+        shape: The known exponent k > 0.
+
+    Method:
+        t = xᵏ is exponential, h = k xᵏ⁻¹, log Z = −log(−η), η = −scale⁻ᵏ.
+
+    Example:
+        >>> Weibull(2.0).mean(torch.tensor(-0.25))
+        tensor(4.)
     """
 
     shape: float
@@ -120,12 +138,16 @@ class Weibull(Exponential):
 @final
 @dataclass(frozen=True)
 class Gamma(ExponentialFamily):
-    """βᵅ/Γ(α) xᵅ⁻¹ e^{−βx}: t = (log x, x), η = (α − 1, −β), log Z = log Γ(α) − α log β; points [*batch 2].
+    """The gamma distributions of a positive number.
 
-    >>> gamma = Gamma()
-    >>> eta = torch.tensor([1.0, -3.0], dtype=torch.float64)
-    >>> gamma.natural(gamma.mean(eta))
-    tensor([ 1.0000, -3.0000], dtype=torch.float64)
+    Method:
+        βᵅ/Γ(α) xᵅ⁻¹ e^{−βx}: t = (log x, x), η = (α − 1, −β), log Z = log Γ(α) − α log β; points [*batch 2].
+
+    Example:
+        >>> gamma = Gamma()
+        >>> eta = torch.tensor([1.0, -3.0], dtype=torch.float64)
+        >>> gamma.natural(gamma.mean(eta))
+        tensor([ 1.0000, -3.0000], dtype=torch.float64)
     """
 
     natural_domain = OpenBox((-1.0, -math.inf), (math.inf, 0.0))
@@ -228,10 +250,14 @@ class InverseGaussianDistribution(D.Distribution):
 @final
 @dataclass(frozen=True)
 class InverseGaussian(ExponentialFamily):
-    """t = (x, 1/x), η = (−λ/(2μ²), −λ/2), h = x^(−3/2)/√(2π), log Z = −2√(η₁η₂) − ½ log(−2η₂); points [*batch 2].
+    """The inverse Gaussian distributions of a positive number, such as a first-passage time.
 
-    >>> InverseGaussian().mean(torch.tensor([-0.5, -0.5]))  # μ = 1, λ = 1: E x = μ, E 1/x = 1/μ + 1/λ
-    tensor([1., 2.])
+    Method:
+        t = (x, 1/x), η = (−λ/(2μ²), −λ/2), h = x^(−3/2)/√(2π), log Z = −2√(η₁η₂) − ½ log(−2η₂); points [*batch 2].
+
+    Example:
+        >>> InverseGaussian().mean(torch.tensor([-0.5, -0.5]))  # μ = 1, λ = 1: E x = μ, E 1/x = 1/μ + 1/λ
+        tensor([1., 2.])
     """
 
     natural_domain = OpenBox(upper=0.0)

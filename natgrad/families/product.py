@@ -52,14 +52,22 @@ class ProductDistribution(D.Distribution):
 @final
 @dataclass(frozen=True)
 class Product(ExponentialFamily):
-    """Π_b p_b(x_b | η_b): the points of the blocks, with ``sizes`` entries each, concatenated on the last axis.
+    """Independent blocks, each of its own exponential family, as one family.
 
-    log Z, entropy and KL add up, and F is block-diagonal. A one-parameter family with size k stands for k independent
-    copies. Data are the flattened data of the blocks, concatenated.
+    Args:
+        families: The families of the blocks.
+        sizes: The number of entries that the points of each block take on the last axis.
 
-    >>> from natgrad.families import Exponential, Gamma
-    >>> Product((Gamma(), Exponential()), (2, 1)).mean(torch.tensor([0.0, -2.0, -4.0]))
-    tensor([-1.2704,  0.5000,  0.2500])
+    Method:
+        Π_b p_b(x_b | η_b), with the points of the blocks concatenated on the last axis.
+
+        log Z, entropy and KL add up, and F is block-diagonal. A one-parameter family with size k stands for k
+        independent copies. Data are the flattened data of the blocks, concatenated.
+
+    Example:
+        >>> from natgrad.families import Exponential, Gamma
+        >>> Product((Gamma(), Exponential()), (2, 1)).mean(torch.tensor([0.0, -2.0, -4.0]))
+        tensor([-1.2704,  0.5000,  0.2500])
     """
 
     families: tuple[ExponentialFamily, ...]

@@ -28,12 +28,17 @@ def _mean_slacks(xi: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Wishart(ExponentialFamily):
-    """X = Σ xxᵀ of ν vectors x ~ N(0, V): t = (log|X|, −½ vec X), η = (½(ν − d − 1), vec V⁻¹), points [*batch 1 + d²].
+    """The Wishart distributions of a positive definite matrix, such as a sample covariance.
 
-    log Z = ½νd log 2 − ½ν log|V⁻¹| + log Γ_d(½ν), a function of the symmetric part of V⁻¹; ν > d − 1, X [*batch d d].
+    Method:
+        X = Σ xxᵀ of ν vectors x ~ N(0, V): t = (log|X|, −½ vec X), η = (½(ν − d − 1), vec V⁻¹), points [*batch 1 + d²].
 
-    >>> Wishart().mean(torch.tensor([1.0, 2.0]))[1]  # d = 1, ν = 4, V = ½: −½ E X = −½ ν V
-    tensor(-1.)
+        log Z = ½νd log 2 − ½ν log|V⁻¹| + log Γ_d(½ν), a function of the symmetric part of V⁻¹; ν > d − 1, X [*batch d
+        d].
+
+    Example:
+        >>> Wishart().mean(torch.tensor([1.0, 2.0]))[1]  # d = 1, ν = 4, V = ½: −½ E X = −½ ν V
+        tensor(-1.)
     """
 
     natural_domain = DomainProduct((OpenBox(-1.0), Cone(square, "the inverse scale matrix V⁻¹")), (1, -1))

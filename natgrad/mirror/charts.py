@@ -30,7 +30,10 @@ from natgrad.families.information import Information
 
 
 class Chart(ABC):
-    """Coordinates x of the members of an exponential family, in the shape of the points of that family."""
+    """The base class of charts: coordinates of the members of an exponential family.
+
+    Coordinates have the shape of the points of the family.
+    """
 
     symbol: ClassVar[str]  # for messages
 
@@ -63,7 +66,11 @@ class Chart(ABC):
 @final
 @dataclass(frozen=True)
 class NaturalChart(Chart):
-    """x = η, with ξ = ∇log Z(η) across and F_η = ∇²log Z."""
+    """The chart of natural parameters.
+
+    Method:
+        x = η, with ξ = ∇log Z(η) across and F_η = ∇²log Z.
+    """
 
     symbol = "η"
 
@@ -89,7 +96,11 @@ class NaturalChart(Chart):
 @final
 @dataclass(frozen=True)
 class MeanChart(Chart):
-    """x = ξ = E t, with η across and F_ξ = F_η⁻¹."""
+    """The chart of mean parameters, the expectations of the sufficient statistics.
+
+    Method:
+        x = ξ = E t, with η across and F_ξ = F_η⁻¹.
+    """
 
     symbol = "ξ"
 
@@ -115,12 +126,21 @@ class MeanChart(Chart):
 def in_other_chart(
     objective: Callable[[Tensor], Tensor], family: ExponentialFamily, chart: Chart
 ) -> Callable[[Tensor], Tensor]:
-    """An objective on one chart as a function on the other: J_ξ(ξ) = J_η(η(ξ)).
+    """The same objective as a function of the other chart.
 
-    >>> import torch
-    >>> from natgrad.families import Poisson
-    >>> in_other_chart(lambda xi: xi, Poisson(), MeanChart())(torch.tensor(0.0))  # ξ = e^η
-    tensor(1.)
+    Args:
+        objective: A function of the coordinates of ``chart``.
+        family: The exponential family.
+        chart: The chart of ``objective``: ``NaturalChart()`` or ``MeanChart()``.
+
+    Returns:
+        The function on the other chart, J_ξ(ξ) = J_η(η(ξ)).
+
+    Example:
+        >>> import torch
+        >>> from natgrad.families import Poisson
+        >>> in_other_chart(lambda xi: xi, Poisson(), MeanChart())(torch.tensor(0.0))  # ξ = e^η
+        tensor(1.)
     """
     return lambda z: objective(chart.other.across(family, z))
 
@@ -223,11 +243,18 @@ _NEAR, _FAR = 4, 2**16  # units in the last place from the boundary: too near to
 @final
 @dataclass(frozen=True)
 class Move:
-    """A step of members of a family; its end points lie in the domain.
+    """A step of members of a family, and how much of it was taken.
 
-    ``point``: the end point, in the chart of the gradient. ``share`` [*batch]: the fraction of the step that was taken,
-    1 where it is whole. ``reasons`` explain the others; they are written on demand, and wait for the device.
-    ``shorter``: the argument of the caller that makes steps shorter.
+    End points lie in the domain. ``reasons`` explain the steps that were shortened; they are written on demand, and
+    wait for the device.
+
+    Attributes:
+        family: The exponential family.
+        moved: The chart in which the step is a straight line.
+        point: The end point, in the chart of the gradient.
+        share: The fraction of the step that was taken [*batch], 1 where it is whole.
+        aim: The end point of the whole step, in the chart that moved.
+        shorter: The argument of the caller that makes steps shorter.
     """
 
     family: ExponentialFamily
@@ -255,14 +282,24 @@ class Move:
 
 
 def natural_direction(family: ExponentialFamily, x: Tensor, ω: Tensor, chart: Chart) -> Tensor:
-    """F⁻¹ω: the natural gradient in a chart, for the gradient ω there. It is the plain gradient in the other chart.
+    """The natural gradient of a member of an exponential family.
 
-    >>> import torch
-    >>> from natgrad.families import Poisson
-    >>> from natgrad.mirror import NaturalChart
-    >>> eta, J = torch.tensor(0.5), lambda xi: xi**2  # of ξ = e^η: ∇_ηJ = 2ξ², ∇_ξJ = 2ξ
-    >>> natural_direction(Poisson(), eta, 2 * (2 * eta).exp(), NaturalChart()) - 2 * eta.exp()
-    tensor(0.)
+    Args:
+        family: The exponential family.
+        x: The present point, in ``chart``.
+        ω: The gradient in the same chart.
+        chart: The chart of x and ω: ``NaturalChart()`` or ``MeanChart()``.
+
+    Returns:
+        F⁻¹ω, which is the plain gradient in the other chart.
+
+    Example:
+        >>> import torch
+        >>> from natgrad.families import Poisson
+        >>> from natgrad.mirror import NaturalChart
+        >>> eta, J = torch.tensor(0.5), lambda xi: xi**2  # of ξ = e^η: ∇_ηJ = 2ξ², ∇_ξJ = 2ξ
+        >>> natural_direction(Poisson(), eta, 2 * (2 * eta).exp(), NaturalChart()) - 2 * eta.exp()
+        tensor(0.)
     """
     _check_gradient(x, ω, chart)
     return chart.fisher(family, x).sharp(ω)
@@ -271,13 +308,26 @@ def natural_direction(family: ExponentialFamily, x: Tensor, ω: Tensor, chart: C
 def mirror_step(
     family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary = _WHOLE
 ) -> Move:
-    """From x, with the gradient ω in the same chart, a step in the other chart; lr = 1/λ.
+    """A mirror-descent step: the gradient in one chart moves the other chart.
 
-    >>> import torch
-    >>> from natgrad.families import Poisson
-    >>> from natgrad.mirror import MeanChart
-    >>> mirror_step(Poisson(), torch.tensor(1.0), torch.tensor(2.0), 0.5, MeanChart()).point  # η = 0 ← 0 − 1
-    tensor(0.3679)
+    Args:
+        family: The exponential family.
+        x: The present point, in ``chart``.
+        ω: The gradient in the same chart.
+        lr: Step size, 1/λ of the proximal step; one number, or one a member.
+        chart: The chart of x and ω: ``NaturalChart()`` or ``MeanChart()``.
+        boundary: What to do with a step that would leave the domain: ``Shorten(share)`` by default, or
+            ``RefuseBoundary``.
+
+    Returns:
+        The ``Move``, with its end point in ``chart``.
+
+    Example:
+        >>> import torch
+        >>> from natgrad.families import Poisson
+        >>> from natgrad.mirror import MeanChart
+        >>> mirror_step(Poisson(), torch.tensor(1.0), torch.tensor(2.0), 0.5, MeanChart()).point  # η = 0 ← 0 − 1
+        tensor(0.3679)
     """
     _check_gradient(x, ω, chart)
     z, v = chart.across(family, x), -lr * ω
@@ -289,9 +339,24 @@ def mirror_step(
 def natural_step(
     family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary = _WHOLE
 ) -> Move:
-    """x ← x − lr F⁻¹ω: natural gradient descent in the chart of the gradient itself (Amari 1998).
+    """A natural-gradient step in the chart of the gradient itself.
 
-    It is ``mirror_step`` from the other chart, where the gradient F⁻¹ω is plain.
+    Args:
+        family: The exponential family.
+        x: The present point, in ``chart``.
+        ω: The gradient in the same chart.
+        lr: Step size; one number, or one a member.
+        chart: The chart of x and ω: ``NaturalChart()`` or ``MeanChart()``.
+        boundary: What to do with a step that would leave the domain: ``Shorten(share)`` by default, or
+            ``RefuseBoundary``.
+
+    Returns:
+        The ``Move``, with its end point in ``chart``.
+
+    Method:
+        x ← x − lr F⁻¹ω: natural gradient descent in the chart of the gradient itself (Amari 1998).
+
+        It is ``mirror_step`` from the other chart, where the gradient F⁻¹ω is plain.
     """
     _check_gradient(x, ω, chart)
     F = chart.fisher(family, x)

@@ -83,9 +83,14 @@ class Report:
 @final
 @dataclass(frozen=True)
 class Doubling:
-    """Double α until the promise holds and the step stays in the domain; the next step starts from that α.
+    """Try shorter steps until one keeps its promise and stays in the domain.
 
-    α is then at most twice the smallest constant that works, so that the rates lose a factor of two at most.
+    Args:
+        most: The largest number of trials in one step.
+
+    Method:
+        α is doubled, and the next step starts from that α. It is at most twice the smallest constant that works, so
+        that the rates lose a factor of two at most.
     """
 
     most: int = 60
@@ -114,7 +119,14 @@ class Doubling:
 @final
 @dataclass(frozen=True)
 class Trace:
-    """A descent x_0 … x_T of ``objective`` by ``attempts`` [T], the steps that were taken."""
+    """The record of a descent: points, values, and what every step promised.
+
+    Attributes:
+        objective: f.
+        descent: The method that took the steps.
+        start: The first point x_0.
+        attempts: The T steps that were taken.
+    """
 
     objective: Objective
     descent: ProximalDescent
@@ -280,20 +292,29 @@ class ProximalDescent(ABC):
 @final
 @dataclass(frozen=True)
 class PrimalDescent(ProximalDescent):
-    """x ← Grad(x) = x − ∇^g f(x)/CL, which lowers f by at least Prog(x) = ‖∇^g f‖²_g/2CL (Bai, Rosenberg, Xu 2022).
+    """Natural gradient descent in a given Riemannian metric, with a guarantee that is checked.
 
-    It is natural gradient descent, with V_x(y) = ½‖y − x‖²_{g(x)}. ``lipschitz`` L: of the Euclidean gradient of f.
-    ``C``: ‖v‖_E ≤ √C‖v‖_g, which ``compatibility`` measures. Only their product matters, and smoothness relative to g
-    is enough: f(y) ≤ f(x) + df(y − x) + (CL/2)‖y − x‖²_{g,x}. Every step is checked against its promise; ``policy``
-    decides what happens to a broken one. ``region``: the convex set Q that steps may not leave. For convex f,
-    f(x_T) − f(x*) ≤ 2LCR²/T: ``trace.bound(x*)``.
+    Args:
+        metric: The Riemannian metric g.
+        lipschitz: L, the Lipschitz constant of the Euclidean gradient of f.
+        C: The constant of ‖v‖_E ≤ √C‖v‖_g, which ``compatibility`` measures. Only the product of C and ``lipschitz``
+            matters.
+        policy: What happens if a step breaks its promise: ``Refuse()`` raises, ``Doubling()`` tries shorter steps.
+        region: The convex set Q that steps may not leave: ``Everywhere()`` or a ``Box``.
 
-    >>> from natgrad.mirror import MatrixMetric
-    >>> g = MatrixMetric(lambda x: torch.diag(torch.tensor([1.0, 100.0])))
-    >>> f = lambda x: 0.5 * (x[0] ** 2 + 100 * x[1] ** 2)
-    >>> trace = PrimalDescent(g, lipschitz=1.0).run(f, torch.tensor([3.0, 1.0]), steps=1)
-    >>> trace.point, trace.progress
-    (tensor([0., 0.]), tensor([54.5000]))
+    Method:
+        x ← Grad(x) = x − ∇^g f(x)/CL, which lowers f by at least Prog(x) = ‖∇^g f‖²_g/2CL (Bai, Rosenberg, Xu 2022).
+
+        It is natural gradient descent, with V_x(y) = ½‖y − x‖²_{g(x)}. Smoothness relative to g is enough: f(y) ≤ f(x)
+        + df(y − x) + (CL/2)‖y − x‖²_{g,x}. For convex f, f(x_T) − f(x*) ≤ 2LCR²/T: ``trace.bound(x*)``.
+
+    Example:
+        >>> from natgrad.mirror import MatrixMetric
+        >>> g = MatrixMetric(lambda x: torch.diag(torch.tensor([1.0, 100.0])))
+        >>> f = lambda x: 0.5 * (x[0] ** 2 + 100 * x[1] ** 2)
+        >>> trace = PrimalDescent(g, lipschitz=1.0).run(f, torch.tensor([3.0, 1.0]), steps=1)
+        >>> trace.point, trace.progress
+        (tensor([0., 0.]), tensor([54.5000]))
     """
 
     metric: RiemannianMetric
@@ -339,19 +360,29 @@ class PrimalDescent(ProximalDescent):
 @final
 @dataclass(frozen=True)
 class BregmanDescent(ProximalDescent):
-    """Mirror descent: x ← argmin_y ⟨∇f(x), y − x⟩ + αV_x(y), that is ∇ψ(x) ← ∇ψ(x) − ∇f(x)/α.
+    """Mirror descent with a given potential, with a guarantee that every step is checked for.
 
-    V_x(y) = ψ(y) − ψ(x) − ⟨∇ψ(x), y − x⟩ (Grosse 2021). ``smoothness`` α: f(y) ≤ f(x) + df(y − x) + αV_x(y), f is
-    α-smooth relative to ψ. The step is 1/α, so that a small α is a long step. Then f falls by at least
-    Prog(x) = αV_y(x), which every step is checked for, and f(x_T) − f(x*) ≤ αV_{x_0}(x*)/T if it is convex. It is
-    natural gradient descent of f∘∇ψ* in the dual chart, with the metric ∇²ψ* and the step 1/α (Raskutti and Mukherjee
-    2015). With ψ = ½‖y‖²_{g(x_k)}, made anew at every step, it is that of f with the metric g. ``ng.MirrorDescent`` is
-    the optimizer for members of exponential families.
+    ``ng.MirrorDescent`` is the optimizer for members of exponential families.
 
-    >>> from natgrad.mirror import SimplexEntropy
-    >>> loss = torch.tensor([1.0, 0.0])  # of two experts
-    >>> BregmanDescent(SimplexEntropy(), smoothness=1.0).grad(lambda x: (loss * x).sum(), torch.tensor([0.5, 0.5]))
-    tensor([0.2689, 0.7311])
+    Args:
+        potential: ψ, which defines distances between points.
+        smoothness: α such that f(y) ≤ f(x) + df(y − x) + αV_x(y). The step is 1/α, so a small α is a long step.
+        policy: What happens if a step breaks its promise: ``Refuse()`` raises, ``Doubling()`` tries shorter steps.
+
+    Method:
+        Mirror descent: x ← argmin_y ⟨∇f(x), y − x⟩ + αV_x(y), that is ∇ψ(x) ← ∇ψ(x) − ∇f(x)/α.
+
+        V_x(y) = ψ(y) − ψ(x) − ⟨∇ψ(x), y − x⟩ (Grosse 2021). f falls by at least Prog(x) = αV_y(x) in every step, and
+        f(x_T) − f(x*) ≤ αV_{x_0}(x*)/T if f is convex.
+
+        It is natural gradient descent of f∘∇ψ* in the dual chart, with the metric ∇²ψ* and the step 1/α (Raskutti and
+        Mukherjee 2015). With ψ = ½‖y‖²_{g(x_k)}, made anew at every step, it is that of f with the metric g.
+
+    Example:
+        >>> from natgrad.mirror import SimplexEntropy
+        >>> loss = torch.tensor([1.0, 0.0])  # of two experts
+        >>> BregmanDescent(SimplexEntropy(), smoothness=1.0).grad(lambda x: (loss * x).sum(), torch.tensor([0.5, 0.5]))
+        tensor([0.2689, 0.7311])
     """
 
     potential: Potential
@@ -396,11 +427,19 @@ class BregmanDescent(ProximalDescent):
 
 
 def in_dual_chart(objective: Objective, potential: Potential) -> Objective:
-    """F = f∘∇ψ*, the same objective as a function of z.
+    """The same objective as a function of the dual coordinates.
 
-    >>> from natgrad.mirror import NegativeEntropy
-    >>> in_dual_chart(lambda x: x.sum(), NegativeEntropy())(torch.zeros(2))  # e⁰ + e⁰
-    tensor(2.)
+    Args:
+        objective: f, a function of x.
+        potential: ψ, whose gradient maps x to z.
+
+    Returns:
+        F = f∘∇ψ*, a function of z.
+
+    Example:
+        >>> from natgrad.mirror import NegativeEntropy
+        >>> in_dual_chart(lambda x: x.sum(), NegativeEntropy())(torch.zeros(2))  # e⁰ + e⁰
+        tensor(2.)
     """
     return lambda z: objective(potential.inverse_gradient(z))
 

@@ -27,9 +27,18 @@ from natgrad.structures.dense import Dense
 @final
 @dataclass(frozen=True)
 class InnerProduct:
-    """⟨u, v⟩_g = uᵀ(G + λ)v at one point, with ♭ and ♯; vectors have the shape of the point, or are flat [p].
+    """A metric at one point: lengths, and the maps between steps and gradients.
 
-    ``sharp`` inverts ``flat`` only if the solver adds λ to G itself (``Factored`` splits it between its factors).
+    Args:
+        operator: G, any operator of the library.
+        solver: How the metric is inverted: ``Cholesky()``, ``Pinv()`` for singular ones, ``CG()``, or ``Factored()``
+            for Kronecker factors.
+        damping: λ ≥ 0, added to G.
+
+    Method:
+        ⟨u, v⟩_g = uᵀ(G + λ)v at one point, with ♭ and ♯; vectors have the shape of the point, or are flat [p].
+
+        ``sharp`` inverts ``flat`` only if the solver adds λ to G itself (``Factored`` splits it between its factors).
     """
 
     operator: Operator
@@ -78,11 +87,17 @@ class RiemannianMetric(ABC):
 @final
 @dataclass(frozen=True)
 class MatrixMetric(RiemannianMetric):
-    """g(x) = ``matrix``(x) [p q], positive definite (or not, with ``solver=Pinv()``).
+    """A Riemannian metric from a function that returns its matrix.
 
-    >>> half_plane = MatrixMetric(lambda x: torch.eye(2) / x[1] ** 2)
-    >>> half_plane.at(torch.tensor([0.0, 2.0])).sharp(torch.ones(2))
-    tensor([4., 4.])
+    Args:
+        matrix: x ↦ g(x) [p q], positive definite (or not, with ``solver=Pinv()``).
+        solver: How the metric is inverted: ``Cholesky()``, ``Pinv()`` for singular ones, ``CG()``, or ``Factored()``
+            for Kronecker factors.
+
+    Example:
+        >>> half_plane = MatrixMetric(lambda x: torch.eye(2) / x[1] ** 2)
+        >>> half_plane.at(torch.tensor([0.0, 2.0])).sharp(torch.ones(2))
+        tensor([4., 4.])
     """
 
     matrix: Callable[[Tensor], Tensor]
@@ -101,11 +116,20 @@ class MatrixMetric(RiemannianMetric):
 @final
 @dataclass(frozen=True)
 class HessianMetric(RiemannianMetric):
-    """g = ∇²ψ in the chart x; the metric of the dual chart is ``HessianMetric(Conjugate(ψ))``.
+    """The Hessian of a potential as a Riemannian metric.
 
-    >>> from natgrad.mirror import NegativeEntropy
-    >>> HessianMetric(NegativeEntropy()).at(torch.tensor([4.0])).sharp(torch.tensor([1.0]))
-    tensor([4.])
+    Args:
+        potential: ψ, whose Hessian is the metric.
+        solver: How the metric is inverted: ``Cholesky()``, ``Pinv()`` for singular ones, ``CG()``, or ``Factored()``
+            for Kronecker factors.
+
+    Method:
+        g = ∇²ψ in the chart x; the metric of the dual chart is ``HessianMetric(Conjugate(ψ))``.
+
+    Example:
+        >>> from natgrad.mirror import NegativeEntropy
+        >>> HessianMetric(NegativeEntropy()).at(torch.tensor([4.0])).sharp(torch.tensor([1.0]))
+        tensor([4.])
     """
 
     potential: Potential
@@ -124,19 +148,29 @@ class HessianMetric(RiemannianMetric):
 @final
 @dataclass(frozen=True)
 class PulledBack(RiemannianMetric):
-    """The metric on a model's outputs at ``inputs``, pulled back to its parameters; a point is θ flattened [p].
+    """The metric of a model's outputs, pulled back to its flattened parameters.
 
     Takes any output metric × structure × solver of the library; the model itself never changes. ``start`` holds its
-    parameters, ``objective(loss)`` is θ ↦ loss(y(θ)), and ``parameters(θ)`` restores the names. Wrap a pure function
-    f(θ, x) as ``Model.of(f, params)``.
+    parameters, ``objective(loss)`` is θ ↦ loss(y(θ)), and ``parameters(θ)`` restores the names.
 
-    >>> import natgrad as ng
-    >>> model, x, t = nn.Linear(2, 1).double(), torch.eye(2).double(), torch.tensor([[1.0], [2.0]]).double()
-    >>> g = PulledBack(model, x, ng.Euclidean(), damping=1e-3)
-    >>> f = g.objective(lambda y: (y - t).square().mean() / 2)
-    >>> trace = ng.mirror.PrimalDescent(g, lipschitz=1.0).run(f, g.start, steps=3)
-    >>> bool(trace.values[-1] < 1e-6), g.parameters(trace.point)
-    (True, Vector(weight: (1, 2), bias: (1,)))
+    Args:
+        model: An ``nn.Module``, or ``Model.of(f, params)`` for a pure function f(θ, x).
+        inputs: The inputs of the model at which the metric is taken.
+        metric: The metric on the outputs.
+        structure: How the pulled-back metric is held; ``Dense()`` by default.
+        solver: How the metric is inverted: ``Cholesky()``, ``Pinv()`` for singular ones, ``CG()``, or ``Factored()``
+            for Kronecker factors.
+        damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model, x, t = nn.Linear(2, 1).double(), torch.eye(2).double(), torch.tensor([[1.0], [2.0]]).double()
+        >>> g = PulledBack(model, x, ng.Euclidean(), damping=1e-3)
+        >>> f = g.objective(lambda y: (y - t).square().mean() / 2)
+        >>> trace = ng.mirror.PrimalDescent(g, lipschitz=1.0).run(f, g.start, steps=3)
+        >>> bool(trace.values[-1] < 1e-6), g.parameters(trace.point)
+        (True, Vector(weight: (1, 2), bias: (1,)))
     """
 
     model: nn.Module | Model
@@ -179,13 +213,24 @@ class PulledBack(RiemannianMetric):
 
 
 def compatibility(metric: RiemannianMetric, points: Tensor) -> Tensor:
-    """C = max_x 1/λ_min(g(x)) [] over some points [k *shape], so that ‖v‖_E ≤ √C ‖v‖_{g,x} for all v there.
+    """The constant that compares a Riemannian metric with the Euclidean one at some points.
 
     The constant C of ``PrimalDescent`` must hold on the whole set, of which these points are a sample.
 
-    >>> half_plane = MatrixMetric(lambda x: torch.eye(2) / x[1] ** 2)
-    >>> compatibility(half_plane, torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
-    tensor(9.)
+    Args:
+        metric: The Riemannian metric g.
+        points: The points [k *shape] at which it is taken.
+
+    Returns:
+        C = max_x 1/λ_min(g(x)) [], so that ‖v‖_E ≤ √C ‖v‖_{g,x} for all v at these points.
+
+    Raises:
+        ValueError: if the metric is singular at one of them.
+
+    Example:
+        >>> half_plane = MatrixMetric(lambda x: torch.eye(2) / x[1] ** 2)
+        >>> compatibility(half_plane, torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
+        tensor(9.)
     """
     smallest = torch.stack([eigvalsh(metric.at(x).dense(), "the metric")[0] for x in points])
     if bool((smallest <= 0).any()):
@@ -200,7 +245,10 @@ def compatibility(metric: RiemannianMetric, points: Tensor) -> Tensor:
 
 
 class Region(ABC):
-    """A closed convex set Q. It is not a ``Domain``: it restricts the steps of a metric that is defined beyond it."""
+    """The base class of closed convex sets that steps may not leave.
+
+    A region is not a ``Domain``: it restricts the steps of a metric that is defined beyond it.
+    """
 
     @abstractmethod
     def check(self, x: Tensor) -> None:
@@ -214,7 +262,11 @@ class Region(ABC):
 @final
 @dataclass(frozen=True)
 class Everywhere(Region):
-    """Q = Rᵈ: y = x − ω♯/α, and −min m = ‖ω♯‖²_g/2α."""
+    """No restriction: the region of all points.
+
+    Method:
+        Q = Rᵈ: y = x − ω♯/α, and −min m = ‖ω♯‖²_g/2α.
+    """
 
     def check(self, x: Tensor) -> None:
         """Every point is inside."""
@@ -227,15 +279,23 @@ class Everywhere(Region):
 @final
 @dataclass(frozen=True)
 class Box(Region):
-    """Q = {lower ≤ x ≤ upper}, entry by entry.
+    """A box of allowed points, bounded entry by entry.
 
-    m is minimised by Newton steps in the free entries, projected onto Q (Bertsekas 1982), with a dense G: for small
-    spaces.
+    Args:
+        lower: The smallest allowed value of every entry.
+        upper: The largest allowed value of every entry.
 
-    >>> from natgrad.mirror import SquaredNorm
-    >>> G = InnerProduct(SquaredNorm().hessian(torch.zeros(2)))
-    >>> Box(torch.zeros(2), torch.ones(2)).step(G, torch.full((2,), 0.5), torch.tensor([1.0, -0.1]), α=1.0)[0]
-    tensor([0.0000, 0.6000])
+    Method:
+        Q = {lower ≤ x ≤ upper}, entry by entry.
+
+        m is minimised by Newton steps in the free entries, projected onto Q (Bertsekas 1982), with a dense G: for small
+        spaces.
+
+    Example:
+        >>> from natgrad.mirror import SquaredNorm
+        >>> G = InnerProduct(SquaredNorm().hessian(torch.zeros(2)))
+        >>> Box(torch.zeros(2), torch.ones(2)).step(G, torch.full((2,), 0.5), torch.tensor([1.0, -0.1]), α=1.0)[0]
+        tensor([0.0000, 0.6000])
     """
 
     lower: Tensor

@@ -19,16 +19,22 @@ _NATURAL = NaturalChart()
 
 @final
 class Member(nn.Module):
-    """p_η with its coordinates x [*batch *point] as the parameter ``point``; a batch is a batch of members.
+    """A distribution of an exponential family as a module, with its coordinates as parameter.
 
     Gradients are with respect to the coordinates of ``chart``; ``natural()`` and ``mean()`` are differentiable in
     either. Train it with ``ng.MirrorDescent``, which keeps it in its domain.
 
-    >>> import torch
-    >>> from natgrad.families import Poisson
-    >>> rate = Member(Poisson(), torch.tensor([0.0, 1.0]))
-    >>> rate.mean()
-    tensor([1.0000, 2.7183], grad_fn=<ExpBackward0>)
+    Args:
+        family: The exponential family.
+        point: The first coordinates [*batch *point]; a batch is a batch of members.
+        chart: The coordinates of ``point``: ``NaturalChart()``, the default, or ``MeanChart()``.
+
+    Example:
+        >>> import torch
+        >>> from natgrad.families import Poisson
+        >>> rate = Member(Poisson(), torch.tensor([0.0, 1.0]))
+        >>> rate.mean()
+        tensor([1.0000, 2.7183], grad_fn=<ExpBackward0>)
     """
 
     def __init__(self, family: ExponentialFamily, point: Tensor, chart: Chart = _NATURAL) -> None:
@@ -58,20 +64,30 @@ class Member(nn.Module):
 @final
 @dataclass(frozen=True)
 class Online:
-    """ξ ← ξ − α_k(ξ − t(x)): mirror descent on −log p(x), which is natural gradient in ξ (Grosse 2021, section 4.2).
+    """Maximum likelihood from a stream of data, one step of natural gradient per datum.
 
-    With α_k = 1/(k + 1) after k data, ξ is the mean of t over all of them, and p_ξ the maximum likelihood estimate,
-    whose variance reaches the Cramér–Rao bound F⁻¹/k in the limit. The moments of the first few data may lie on the
-    boundary of the domain, where there is no η: ``eta`` then raises. Without data, ``Online(family, xi, count)`` is a
-    prior worth ``count`` data.
+    The moments of the first few data may lie on the boundary of the domain, where there is no η: ``eta`` then raises.
+    Without data, ``Online(family, xi, count)`` is a prior worth ``count`` data.
 
-    >>> import torch
-    >>> from natgrad.families import Poisson
-    >>> estimate = Online.of(Poisson(), torch.tensor([3.0]))
-    >>> for x in (1.0, 4.0, 1.0):
-    ...     estimate = estimate.update(torch.tensor([x]))
-    >>> estimate.xi, estimate.count
-    (tensor(2.2500), 4)
+    Args:
+        family: The exponential family.
+        xi: The present estimate, in mean parameters.
+        count: The number of data that it stands for.
+
+    Method:
+        ξ ← ξ − α_k(ξ − t(x)): mirror descent on −log p(x), which is natural gradient in ξ (Grosse 2021, section 4.2).
+
+        With α_k = 1/(k + 1) after k data, ξ is the mean of t over all of them, and p_ξ the maximum likelihood estimate,
+        whose variance reaches the Cramér–Rao bound F⁻¹/k in the limit.
+
+    Example:
+        >>> import torch
+        >>> from natgrad.families import Poisson
+        >>> estimate = Online.of(Poisson(), torch.tensor([3.0]))
+        >>> for x in (1.0, 4.0, 1.0):
+        ...     estimate = estimate.update(torch.tensor([x]))
+        >>> estimate.xi, estimate.count
+        (tensor(2.2500), 4)
     """
 
     family: ExponentialFamily

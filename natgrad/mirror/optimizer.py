@@ -25,28 +25,43 @@ _SHORTEN = Shorten()
 
 @final
 class MirrorDescent(torch.optim.Optimizer):
-    """Train ``Member`` modules by steps that never leave the domain of their family (Grosse 2021, section 4.1).
+    """Train distributions (``Member`` modules) by steps that never leave their domain.
 
-    ``descent=mirror_step``: the gradient in the chart of a member moves its other chart, and no metric is inverted. A
-    member in the natural chart steps by ξ ← ξ − lr ∇_ηJ; one in the mean chart by η ← η − lr ∇_ξJ, which is natural
-    gradient in η. ``descent=natural_step``: the chart of the member moves along its natural gradient.
+    Closures and schedulers work as in torch. A member without a gradient is skipped. For maximum likelihood from a
+    stream, lr = 1/(k + 1) makes every iterate the estimate of all data so far.
 
-    Momentum m ← μm + ∇J lives in the chart that moves: its coordinates are affine, so that velocities of different
-    points may be added; with ``natural_step`` m is a covector, raised to a vector at every step. Where a step is
-    shortened, so is its velocity: otherwise every later step would press against the boundary. ``boundary`` decides
-    what happens to steps that would leave the domain; ``reasons()`` explains those of the last step, and the logger
-    "natgrad" warns of the first one of every member. When a step raises, parameters and velocities are unchanged. A
-    member without a gradient is skipped. ``lr`` is 1/λ of the proximal step; schedulers, closures and ``state_dict``
-    work as in torch. For maximum likelihood from a stream, lr = 1/(k + 1) makes every iterate the batch estimate.
+    Args:
+        members: The ``Member`` modules to train, or parameter groups with members as ``params``.
+        lr: Step size, 1/λ of the proximal step.
+        momentum: μ of the moving sum of gradients, 0 for none.
+        descent: ``mirror_step`` or ``natural_step``, see Method.
+        boundary: What happens to a step that would leave the domain. ``reasons()`` explains those of the last step, and
+            the logger "natgrad" warns of the first one of every member.
 
-    >>> import natgrad as ng
-    >>> rate = ng.mirror.Member(ng.families.Poisson(), torch.tensor(0.0))
-    >>> opt = MirrorDescent([rate], lr=0.5)
-    >>> x = torch.tensor([2.0, 4.0])
-    >>> (-rate.family.log_prob(rate.natural(), x)).mean().backward()
-    >>> opt.step()
-    >>> rate.mean()  # half way from 1 to the mean of the data, 3
-    tensor(2., grad_fn=<ExpBackward0>)
+    Raises:
+        DomainError: if a step leaves the domain and ``boundary`` refuses it. Parameters and velocities are then
+            unchanged.
+
+    Method:
+        ``descent=mirror_step``: the gradient in the chart of a member moves its other chart, and no metric is inverted.
+        A member in the natural chart steps by ξ ← ξ − lr ∇_ηJ; one in the mean chart by η ← η − lr ∇_ξJ, which is
+        natural gradient in η. ``descent=natural_step``: the chart of the member moves along its natural gradient.
+
+        Momentum m ← μm + ∇J lives in the chart that moves: its coordinates are affine, so that velocities of different
+        points may be added; with ``natural_step`` m is a covector, raised to a vector at every step.
+
+        Where a step is shortened, so is its velocity: otherwise every later step would press against the boundary. See
+        Grosse (2021), section 4.1.
+
+    Example:
+        >>> import natgrad as ng
+        >>> rate = ng.mirror.Member(ng.families.Poisson(), torch.tensor(0.0))
+        >>> opt = MirrorDescent([rate], lr=0.5)
+        >>> x = torch.tensor([2.0, 4.0])
+        >>> (-rate.family.log_prob(rate.natural(), x)).mean().backward()
+        >>> opt.step()
+        >>> rate.mean()  # half way from 1 to the mean of the data, 3
+        tensor(2., grad_fn=<ExpBackward0>)
     """
 
     def __init__(

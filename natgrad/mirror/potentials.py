@@ -25,11 +25,14 @@ _FAR = 2.0**20  # a ratio whose logarithm loses no digits as a difference of two
 
 
 class Potential(ABC):
-    """ψ, a distance-generating function of mirror descent (Raskutti and Mukherjee 2015; Grosse 2021).
+    """The base class of potentials, which give mirror descent its distances.
 
-    z = ∇ψ(x) is the dual chart, x = ∇ψ*(z) its inverse, and ψ*(z) = sup_x ⟨x, z⟩ − ψ(x) the conjugate. ∇²ψ is a
-    Riemannian metric in the chart x, ∇²ψ* one in the chart z, and each is the inverse of the other. Points have any
-    shape; a value is a sum over all entries.
+    See Raskutti and Mukherjee (2015) and Grosse (2021).
+
+    Method:
+        z = ∇ψ(x) is the dual chart, x = ∇ψ*(z) its inverse, and ψ*(z) = sup_x ⟨x, z⟩ − ψ(x) the conjugate. ∇²ψ is a
+        Riemannian metric in the chart x, ∇²ψ* one in the chart z, and each is the inverse of the other. Points have any
+        shape; a value is a sum over all entries.
     """
 
     @property
@@ -75,10 +78,14 @@ class Potential(ABC):
 @final
 @dataclass(frozen=True)
 class SquaredNorm(Potential):
-    """ψ = ½‖x‖²: both charts coincide, and mirror descent is gradient descent.
+    """Half the squared Euclidean length, with which mirror descent is gradient descent.
 
-    >>> SquaredNorm().bregman(torch.tensor([3.0]), torch.tensor([1.0]))
-    tensor(2.)
+    Method:
+        ψ = ½‖x‖²: both charts coincide, and mirror descent is gradient descent.
+
+    Example:
+        >>> SquaredNorm().bregman(torch.tensor([3.0]), torch.tensor([1.0]))
+        tensor(2.)
     """
 
     domain = Space()
@@ -106,14 +113,23 @@ class SquaredNorm(Potential):
 @final
 @dataclass(frozen=True)
 class Quadratic(Potential):
-    """ψ = ½‖x‖²_G = ½ xᵀGx for any operator of the library; V_x(y) = ½‖y − x‖²_G, and ∇²ψ* = G⁻¹.
+    """Half the squared length in any fixed metric, as a potential.
 
-    With G = g(x_k), made anew at every step, mirror descent is Riemannian gradient descent in the metric g (Bai,
-    Rosenberg and Xu 2022).
+    Args:
+        operator: G, any operator of the library; ``Quadratic.of(matrix)`` takes a matrix.
+        solver: How the metric is inverted: ``Cholesky()``, ``Pinv()`` for singular ones, ``CG()``, or ``Factored()``
+            for Kronecker factors.
 
-    >>> ψ = Quadratic.of(torch.tensor([[2.0, 0.0], [0.0, 8.0]]))
-    >>> ψ.value(torch.tensor([1.0, 1.0])), ψ.inverse_gradient(torch.tensor([2.0, 2.0]))
-    (tensor(5.), tensor([1.0000, 0.2500]))
+    Method:
+        ψ = ½‖x‖²_G = ½ xᵀGx for any operator of the library; V_x(y) = ½‖y − x‖²_G, and ∇²ψ* = G⁻¹.
+
+        With G = g(x_k), made anew at every step, mirror descent is Riemannian gradient descent in the metric g (Bai,
+        Rosenberg and Xu 2022).
+
+    Example:
+        >>> ψ = Quadratic.of(torch.tensor([[2.0, 0.0], [0.0, 8.0]]))
+        >>> ψ.value(torch.tensor([1.0, 1.0])), ψ.inverse_gradient(torch.tensor([2.0, 2.0]))
+        (tensor(5.), tensor([1.0000, 0.2500]))
     """
 
     operator: Operator
@@ -156,14 +172,22 @@ class Quadratic(Potential):
 @final
 @dataclass(frozen=True)
 class Conjugate(Potential):
-    """ψ*, the potential of the dual chart: every map is reversed, and V_z(z′) = V_x′(x).
+    """The convex conjugate of a potential, which describes the dual chart.
 
-    The log-partition functions of exponential families are conjugates of entropies: ``Conjugate(BinaryEntropy())`` is
-    log(1 + e^η), ``Conjugate(NegativeEntropy())`` is e^η (Poisson), ``Conjugate(SimplexEntropy())`` is log Σ e^η.
+    Args:
+        base: The potential ψ to conjugate.
 
-    >>> from natgrad.mirror import BinaryEntropy
-    >>> Conjugate(BinaryEntropy()).value(torch.tensor([0.0]))  # log 2
-    tensor(0.6931)
+    Method:
+        ψ*, the potential of the dual chart: every map is reversed, and V_z(z′) = V_x′(x).
+
+        The log-partition functions of exponential families are conjugates of entropies: ``Conjugate(BinaryEntropy())``
+        is log(1 + e^η), ``Conjugate(NegativeEntropy())`` is e^η (Poisson), ``Conjugate(SimplexEntropy())`` is log Σ
+        e^η.
+
+    Example:
+        >>> from natgrad.mirror import BinaryEntropy
+        >>> Conjugate(BinaryEntropy()).value(torch.tensor([0.0]))  # log 2
+        tensor(0.6931)
     """
 
     base: Potential
@@ -260,12 +284,16 @@ def checked_square(matrix: Tensor, what: str) -> Tensor:
 @final
 @dataclass(frozen=True)
 class NegativeEntropy(Potential):
-    """ψ = Σ x log x − x on the positive orthant: z = log x, ψ* = Σ e^z, V_x(y) = Σ y log(y/x) − y + x.
+    """The potential of mirror descent for positive numbers: steps multiply.
 
-    Mirror descent is the multiplicative update x ← x e^{−∇f/α}.
+    Method:
+        ψ = Σ x log x − x on the positive orthant: z = log x, ψ* = Σ e^z, V_x(y) = Σ y log(y/x) − y + x.
 
-    >>> NegativeEntropy().inverse_gradient(torch.tensor([0.0]))
-    tensor([1.])
+        Mirror descent is the multiplicative update x ← x e^{−∇f/α}.
+
+    Example:
+        >>> NegativeEntropy().inverse_gradient(torch.tensor([0.0]))
+        tensor([1.])
     """
 
     domain = OpenBox(lower=0.0)
@@ -299,12 +327,16 @@ class NegativeEntropy(Potential):
 @final
 @dataclass(frozen=True)
 class BinaryEntropy(Potential):
-    """ψ = Σ x log x + (1 − x) log(1 − x) on the box (0, 1): z = log x/(1 − x), ψ* = Σ log(1 + e^z) (Bernoulli).
+    """The potential of mirror descent for probabilities between 0 and 1, each by itself.
 
-    V_x(y) = KL(y ‖ x), coin by coin.
+    Method:
+        ψ = Σ x log x + (1 − x) log(1 − x) on the box (0, 1): z = log x/(1 − x), ψ* = Σ log(1 + e^z) (Bernoulli).
 
-    >>> BinaryEntropy().inverse_gradient(torch.tensor([0.0]))
-    tensor([0.5000])
+        V_x(y) = KL(y ‖ x), coin by coin.
+
+    Example:
+        >>> BinaryEntropy().inverse_gradient(torch.tensor([0.0]))
+        tensor([0.5000])
     """
 
     domain = OpenBox(0.0, 1.0)
@@ -339,14 +371,20 @@ class BinaryEntropy(Potential):
 @final
 @dataclass(frozen=True)
 class SimplexEntropy(Potential):
-    """ψ = Σ x log x on the simplex (last axis): x = softmax z, ψ* = Σ log Σ e^z (categorical), V_x(y) = KL(y ‖ x).
+    """The potential of mirror descent for probabilities that sum to 1 on the last axis.
 
-    z is determined up to a constant a simplex; ``gradient`` returns log x. The metric lives on the tangent space
-    Σ v = 0: as matrices ∇²ψ = C diag(1/x) C with the centring C, and ∇²ψ* = diag x − x xᵀ, each the pseudo-inverse of
-    the other and singular along the constants, so solve with ``Pinv()``. Mirror descent is exponentiated gradient.
+    Method:
+        ψ = Σ x log x on the simplex (last axis): x = softmax z, ψ* = Σ log Σ e^z (categorical), V_x(y) = KL(y ‖ x).
 
-    >>> SimplexEntropy().inverse_gradient(torch.zeros(4))
-    tensor([0.2500, 0.2500, 0.2500, 0.2500])
+        z is determined up to a constant a simplex; ``gradient`` returns log x. Mirror descent is exponentiated
+        gradient.
+
+        The metric lives on the tangent space Σ v = 0: as matrices ∇²ψ = C diag(1/x) C with the centring C, and ∇²ψ* =
+        diag x − x xᵀ, each the pseudo-inverse of the other and singular along the constants, so solve with ``Pinv()``.
+
+    Example:
+        >>> SimplexEntropy().inverse_gradient(torch.zeros(4))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
     domain = Simplex()
@@ -383,12 +421,16 @@ class SimplexEntropy(Potential):
 @final
 @dataclass(frozen=True)
 class LogBarrier(Potential):
-    """ψ = −Σ log x on the positive orthant: z = −1/x < 0, ψ* = −Σ 1 + log(−z), V_x(y) = Σ y/x − log(y/x) − 1.
+    """The potential of mirror descent for positive numbers whose logarithms matter.
 
-    A step that leaves the dual domain z < 0 is refused: use a larger α.
+    Method:
+        ψ = −Σ log x on the positive orthant: z = −1/x < 0, ψ* = −Σ 1 + log(−z), V_x(y) = Σ y/x − log(y/x) − 1.
 
-    >>> LogBarrier().gradient(torch.tensor([2.0]))
-    tensor([-0.5000])
+        A step that leaves the dual domain z < 0 is refused: use a larger α.
+
+    Example:
+        >>> LogBarrier().gradient(torch.tensor([2.0]))
+        tensor([-0.5000])
     """
 
     domain = OpenBox(lower=0.0)
@@ -444,15 +486,22 @@ def _blocks(matrices: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Convex(Potential):
-    """Any smooth strictly convex ψ(x) → [], with its gradient by automatic differentiation.
+    """Any smooth, strictly convex function as a potential, with automatic derivatives.
 
-    ∇ψ*(z) = argmin_x ψ(x) − ⟨z, x⟩ by damped Newton steps that stay in the domain; its derivative is (∇²ψ)⁻¹, by the
-    implicit function theorem. The Hessian is dense: for small spaces. ``within``: where ψ is defined. ``image``: where
-    z may lie, if known; a z outside has no x, and Newton's method cannot find one.
+    Args:
+        function: ψ, from a point to a number [].
+        within: Where ψ is defined; everywhere by default.
+        image: Where z = ∇ψ(x) may lie, if known. A z outside has no x, and Newton's method cannot find one.
+        max_steps: The most Newton steps that ``inverse_gradient`` may take.
 
-    >>> ψ = Convex(lambda x: torch.logaddexp(x, -x).sum())  # z = tanh x
-    >>> ψ.inverse_gradient(torch.tensor([0.5], dtype=torch.float64))
-    tensor([0.5493], dtype=torch.float64)
+    Method:
+        ∇ψ*(z) = argmin_x ψ(x) − ⟨z, x⟩ by damped Newton steps that stay in the domain; its derivative is (∇²ψ)⁻¹, by
+        the implicit function theorem. The Hessian is dense: for small spaces.
+
+    Example:
+        >>> ψ = Convex(lambda x: torch.logaddexp(x, -x).sum())  # z = tanh x
+        >>> ψ.inverse_gradient(torch.tensor([0.5], dtype=torch.float64))
+        tensor([0.5493], dtype=torch.float64)
     """
 
     function: Callable[[Tensor], Tensor]
