@@ -21,14 +21,21 @@ from natgrad.pullbacks.pullback import pullback
 @final
 @dataclass(frozen=True)
 class BasinVolume:
-    """How much of a Gaussian ball of parameters a basin holds, to second order; ``print`` it.
+    """How much of a ball of parameters a basin of the loss holds, to second order; ``print`` it.
 
-    ``log_volume`` = −½ log det(1 + σ²G/ε), at most 0, with the standard error ``error`` over the probes.
-    ``effective_dimension`` = Σ λ/(λ + ε/σ²): how many directions ε limits within σ (MacKay 1992). ``trace`` = tr G and
-    ``sharpness`` = λ_max are what is often reported as (the opposite of) flatness. All of them change with the units of
-    the parameters, and ``rank_bounds``, between which the number of directions that the outputs see lies, does not.
-    The trace and the effective dimension have standard errors as well, and these, like ``error``, are 0 where all
-    eigenvalues are known; the sharpness, which all probes find, has none. An estimated trace may be below it.
+    All numbers but ``rank_bounds`` change with the units of the parameters. Standard errors are over the probes, and 0
+    where all eigenvalues are known.
+
+    Attributes:
+        log_volume: −½ log det(1 + σ²G/ε), at most 0.
+        error: The standard error of ``log_volume``.
+        effective_dimension: Σ λ/(λ + ε/σ²), how many directions ε limits within σ (MacKay 1992).
+        effective_dimension_error: Its standard error.
+        trace: tr G. An estimate of it may be below the sharpness.
+        trace_error: Its standard error.
+        sharpness: λ_max, which all probes find, so that it has no error.
+        rank_bounds: Two numbers between which the number of directions that the outputs see lies.
+        density: The spectrum of G that all of them come from.
     """
 
     log_volume: float
@@ -66,25 +73,46 @@ def basin_volume(
     output: Callable[[Any], Tensor] | None = None,
     memory: int | None = None,
 ) -> BasinVolume:
-    """log E exp(−L(θ + δ)/ε) over δ ~ N(0, σ²), σ = ``scale``, for the loss L = ½δᵀGδ: −½ log det(1 + σ²G/ε).
+    """How flat a minimum of a network is, as the log of a volume of parameters, to second order.
 
-    L is the divergence of the outputs from the present ones to second order, for ``Fisher`` the KL divergence. The
-    number is the log of the share of the ball of radius about σ√P on which L stays below about ε: the Occam factor of
-    MacKay (1992), with the ball as prior. It is the quantity that is reported for networks. Over-parametrised models
-    are welcome: a direction that the outputs do not see counts as the whole ball.
+    Over-parametrised models are welcome: a direction that the outputs do not see counts as the whole ball. The result
+    depends on the units of the parameters, through ``scale``; ``flatness`` does not, and is for few parameters.
 
-    It depends on the units of the parameters, through σ, and it is of second order: ``flatness`` is neither, and is for
-    few parameters. To second order a quantity without units knows nothing but the rank: in the metric G itself the
-    basin of ½δᵀGδ is a ball of radius √2ε, of that dimension, at every minimum.
+    Args:
+        model: A module or a pure function f(params, x); it is not changed.
+        x: The inputs at which the outputs are compared.
+        epsilon: ε > 0, the level: how much the loss may rise inside the basin.
+        metric: The metric on the outputs, or the loss: ``Fisher`` measures KL divergence.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+        scale: σ, the standard deviation of the ball.
+        probes: The number of random vectors, over which errors are estimated.
+        steps: Products with G for each of them. With at most this many parameters or rows, all eigenvalues are
+            computed.
+        generator: Where random numbers come from; without one, from torch's global generator.
+        params: The parameters to use, by name, or all that require a gradient.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        memory: Bytes that a temporary may take; larger work is done in chunks.
 
-    Estimated from (``probes`` + 1) × ``steps`` products with G (``natgrad.spectral_density``). Where the parameters, or
-    the rows N·K of a root of G, are at most ``steps``, all eigenvalues are computed, and nothing is estimated.
+    Returns:
+        A ``BasinVolume``.
 
-    >>> import natgrad as ng
-    >>> x = torch.eye(2, dtype=torch.float64)
-    >>> found = basin_volume(nn.Linear(2, 1, bias=False).double(), x, 0.5, ng.Euclidean())  # G = ½·1, σ²G/ε = 1
-    >>> round(found.log_volume, 9) == round(-math.log(2), 9), round(found.effective_dimension, 9)
-    (True, 1.0)
+    Method:
+        log E exp(−L(θ + δ)/ε) over δ ~ N(0, σ²), σ = ``scale``, for the loss L = ½δᵀGδ: −½ log det(1 + σ²G/ε).
+
+        L is the divergence of the outputs from the present ones to second order, for ``Fisher`` the KL divergence. The
+        number is the log of the share of the ball of radius about σ√P on which L stays below about ε: the Occam factor
+        of MacKay (1992), with the ball as prior.
+
+        To second order a quantity without units knows nothing but the rank: in the metric G itself the basin of ½δᵀGδ
+        is a ball of radius √2ε, of that dimension, at every minimum.
+
+    Example:
+        >>> import natgrad as ng
+        >>> x = torch.eye(2, dtype=torch.float64)
+        >>> found = basin_volume(nn.Linear(2, 1, bias=False).double(), x, 0.5, ng.Euclidean())  # G = ½·1, σ²G/ε = 1
+        >>> round(found.log_volume, 9) == round(-math.log(2), 9), round(found.effective_dimension, 9)
+        (True, 1.0)
     """
     for name, value in (("epsilon", epsilon), ("scale", scale)):
         if not is_number(value) or not 0 < value < math.inf:

@@ -48,13 +48,17 @@ _FEWEST, _UNKNOWN_INDEX = 5, 0.5
 @final
 @dataclass(frozen=True)
 class Volume:
-    """An estimate of a volume with its error, stored as a logarithm: in many dimensions the volume over- or underflows.
+    """An estimate of a volume with its error, kept as a logarithm.
 
-    The error is the standard error or, where a few of the random lines hold most of the volume, larger: it then
-    includes what heavier lines than all that were drawn are expected to add, and is infinite where they have no mean.
+    Args:
+        log: The logarithm of the volume: in many dimensions the volume itself over- or underflows.
+        relative_error: The standard error or, where a few of the random lines hold most of the volume, a larger number:
+            it then includes what heavier lines than all that were drawn are expected to add, and is infinite where they
+            have no mean.
 
-    >>> Volume(math.log(2.0), 0.01)
-    2 ± 0.02
+    Example:
+        >>> Volume(math.log(2.0), 0.01)
+        2 ± 0.02
     """
 
     log: float
@@ -76,7 +80,16 @@ class Volume:
 @final
 @dataclass(frozen=True)
 class Flatness:
-    """The volume of a basin in the pullback metric, and beside it the Euclidean one, which depends on coordinates."""
+    """The volume of a basin of the loss, in coordinates-free and in Euclidean units.
+
+    Attributes:
+        volume: ∫ √det G dθ, which does not depend on coordinates.
+        euclidean: ∫ dθ, which does.
+        radius: The distance from θ0 of the farthest point of the basin, a length in the pullback metric at θ0.
+        fraction: The fraction of the drawn points that lie in the basin.
+        elsewhere: Of the points below the level, the fraction with no path to θ0: other basins, or missed ones.
+        heaviest: The largest share of one line in the volume: errors are large where it is many times 1/samples.
+    """
 
     volume: Volume  # ∫ √det G dθ
     euclidean: Volume  # ∫ dθ
@@ -100,33 +113,53 @@ def flatness(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Flatness:
-    """The ε-flatness ∫_S √det G dθ of the loss at the model's parameters θ0 (Bai, Rosenberg & Xu 2022, definition 7).
+    """The volume of the basin around a minimum, the same in all coordinates; for few parameters.
 
-    S is the connected component of {L < L(θ0) + ε} that contains θ0, and G the pullback of ``metric`` at every θ in
-    it; the integral is the same in all coordinates. ``loss`` is a function of the outputs [n *out]; by default it is
-    the mean divergence of the metric from the present outputs (for ``Fisher`` the KL divergence), so that θ0 is a
-    minimum. An over-parametrised model has det G = 0 everywhere, and is refused.
+    For networks use ``basin_volume``, of second order. An over-parametrised model has det G = 0 everywhere, and is
+    refused.
 
-    Monte Carlo: ``samples`` random lines through θ0, uniform in coordinates in which S is about round, are cut into
-    65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate. S need not be convex,
-    nor star-shaped: a point behind a gap counts if it can be joined to θ0 through other drawn points (``Basin``). Gaps,
-    bridges and spikes thinner than the spacing of the points are missed. It is for few parameters: the error grows with
-    their number, the faster the less S is an ellipsoid. For networks use ``basin_volume``, of second order.
+    Args:
+        model: A module or a pure function f(params, x); it is not changed.
+        x: The inputs at which the outputs are compared.
+        epsilon: ε > 0, the level: how much the loss may rise inside the basin.
+        metric: The metric on the outputs, or the loss.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+        loss: A function of the outputs [n *out]; by default the mean divergence of the metric from the present outputs,
+            so that θ0 is a minimum.
+        samples: The number of random lines through θ0.
+        radius: Refuse a basin that reaches farther from θ0, a length in the metric there; by default 2^20 times the
+            distance at which the loss reaches the level.
+        generator: Where random numbers come from; without one, from torch's global generator.
+        params: The parameters to use, by name, or all that require a gradient.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
 
-    Where S has long arms that few lines meet, as for a network with units that hardly matter, the error includes what
-    a fitted power-law tail leads to expect (``TailedMean``), and the log "natgrad" warns. An arm that no line has met
-    is in no error.
+    Returns:
+        A ``Flatness``: the volume, the Euclidean one, and how well both are known.
 
-    ``radius``: refuse an S that reaches farther from θ0, a length in the metric there; by default 2^20 times the
-    distance at which the loss reaches the level.
+    Method:
+        ∫_S √det G dθ (Bai, Rosenberg and Xu 2022, definition 7), where S is the connected component of {L < L(θ0) + ε}
+        that contains θ0, and G the pullback of ``metric`` at every θ in it.
 
-    >>> import natgrad as ng
-    >>> line = {"w": torch.zeros(1, dtype=torch.float64)}  # y = 3w, L = y²: the interval |w| < 1/3, and |y| < 1
-    >>> result = flatness(
-    ...     lambda p, x: 3 * p["w"], None, 1.0, ng.Euclidean(), loss=lambda y: y.square().sum(), params=line
-    ... )
-    >>> abs(result.volume.value - 2) < 0.02, abs(result.euclidean.value - 2 / 3) < 0.01
-    (True, True)
+        Monte Carlo: random lines, uniform in coordinates in which S is about round, are cut into 65 pieces on either
+        side, and a point is drawn in each. Each line gives an unbiased estimate. The error grows with the number of
+        parameters, the faster the less S is an ellipsoid.
+
+        S need not be convex, nor star-shaped: a point behind a gap counts if it can be joined to θ0 through other drawn
+        points (``Basin``). Gaps, bridges and spikes thinner than the spacing of the points are missed.
+
+        Where S has long arms that few lines meet, as for a network with units that hardly matter, the error includes
+        what a fitted power-law tail leads to expect (``TailedMean``), and the log "natgrad" warns. An arm that no line
+        has met is in no error.
+
+    Example:
+        >>> import natgrad as ng
+        >>> line = {"w": torch.zeros(1, dtype=torch.float64)}  # y = 3w, L = y²: the interval |w| < 1/3, and |y| < 1
+        >>> result = flatness(
+        ...     lambda p, x: 3 * p["w"], None, 1.0, ng.Euclidean(), loss=lambda y: y.square().sum(), params=line
+        ... )
+        >>> abs(result.volume.value - 2) < 0.02, abs(result.euclidean.value - 2 / 3) < 0.01
+        (True, True)
     """
     metric = metric_of(metric)
     _check_arguments(epsilon, samples, radius, metric)

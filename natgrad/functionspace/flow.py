@@ -37,7 +37,15 @@ _DIFFERENCE = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 52
 @final
 @dataclass(frozen=True)
 class Flow:
-    """A path of functions: times [m], losses [m], outputs [m n *out], and the parameters at the end."""
+    """A path of functions, as ``gradient_flow`` returns it.
+
+    Attributes:
+        times: The times [m] at which the path was kept.
+        losses: The losses [m] at these times.
+        outputs: The outputs [m n *out] at these times.
+        params: The parameters at the end.
+        steps: The steps of the integrator that were accepted.
+    """
 
     times: Tensor
     losses: Tensor
@@ -63,29 +71,50 @@ def gradient_flow(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Flow:
-    """θ′ = −G(θ)⁺∇L from the model's parameters, integrated for so long a ``time``; the model is not changed.
+    """Follow the natural gradient in continuous time: the path that small steps would take.
 
-    The outputs then follow y′ = −P(grad L), the gradient of the loss on functions, projected onto the tangent space of
-    the model: the gradient flow of the loss on the image of the model (Bai, Rosenberg and Xu 2022, lemma 1; with the
-    sign of descent). It does not depend on the parametrisation. Gradient descent on the parameters is another flow,
-    y′ = −JJᵀ∇L. A model that can move its outputs in all directions goes straight: for ½‖y − t‖² and ``Euclidean``,
-    y(s) = t + e^−s (y(0) − t).
+    Args:
+        model: A module or a pure function f(params, x); it is not changed.
+        x: The inputs.
+        loss: A function of the outputs. Where the metric is on several heads, it takes a dict of them by their keys or
+            places.
+        metric: The metric on the outputs, or the loss.
+        time: How long to integrate.
+        points: At how many times, from 0 to ``time``, the path is kept.
+        rtol: The error of a step in the outputs, relative to the largest output.
+        max_steps: The most steps of the integrator; more raise an error.
+        structure: How the metric is held; ``Dense()`` by default.
+        solver: How it is inverted; ``Pinv()`` by default.
+        damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+        params: The parameters to use, by name, or all that require a gradient.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
 
-    The steps are those of Dormand and Prince (1980), chosen so that the error of each in the outputs is at most
-    ``rtol`` of the largest output: lengths of steps do not depend on the parametrisation either. ``points``: at how
-    many times, from 0 to ``time``, the path is kept. ``structure`` and ``solver`` are those of the natural gradient, by
-    default ``Dense`` and ``Pinv``. Where the metric is on several heads, ``loss`` takes a dict of them by their keys or
-    places, and the outputs of the path are the heads side by side.
+    Returns:
+        The ``Flow``. With several heads its outputs are the heads side by side.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    >>> x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=torch.float64)
-    >>> flow = ng.functionspace.gradient_flow(
-    ...     model, x, lambda y: (y - x).square().sum() / 6, ng.Euclidean(), time=1.0, solver=ng.Pinv(rtol=1e-10)
-    ... )
-    >>> bool(((flow.outputs[-1] - x) / (flow.outputs[0] - x) - torch.e**-1).abs().max() < 1e-5)
-    True
+    Method:
+        θ′ = −G(θ)⁺∇L. The outputs then follow y′ = −P(grad L), the gradient of the loss on functions, projected onto
+        the tangent space of the model (Bai, Rosenberg and Xu 2022, lemma 1; with the sign of descent). It does not
+        depend on the parametrisation. Gradient descent on the parameters is another flow, y′ = −JJᵀ∇L.
+
+        A model that can move its outputs in all directions goes straight: for ½‖y − t‖² and ``Euclidean``, y(s) = t +
+        e^−s (y(0) − t).
+
+        The steps are those of Dormand and Prince (1980), with errors measured in the outputs: lengths of steps do not
+        depend on the parametrisation either.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        >>> x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=torch.float64)
+        >>> flow = ng.functionspace.gradient_flow(
+        ...     model, x, lambda y: (y - x).square().sum() / 6, ng.Euclidean(), time=1.0, solver=ng.Pinv(rtol=1e-10)
+        ... )
+        >>> bool(((flow.outputs[-1] - x) / (flow.outputs[0] - x) - torch.e**-1).abs().max() < 1e-5)
+        True
     """
     metric = metric_of(metric)
     if not 0 < time < math.inf or points < 2 or not 0 < rtol < 1 or max_steps < 1:

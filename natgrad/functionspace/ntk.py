@@ -38,21 +38,34 @@ def ntk(
     output: Callable[[Any], Tensor] | None = None,
     memory: int | None = None,
 ) -> Tensor:
-    """Θ [n m k l] = Σ_p ∂φ_k(x_n)/∂θ^p ∂φ_l(y_m)/∂θ^p, the neural tangent kernel; y = None is x itself.
+    """The neural tangent kernel of a model: how much examples share what they teach.
 
-    It is the inverse metric of the tangent space in which the ∂φ/∂θ^p are orthonormal (Bai, Rosenberg & Xu 2022,
-    lemma 6): the dual of the pushforward of the Euclidean metric, not that metric itself. It depends on the
-    parametrisation: θ' = 2θ has Θ' = Θ/4. ``PushforwardMetric`` is the metric, and ``TangentKernel`` a kernel that does
-    not depend on the parametrisation.
+    Args:
+        model: A module or a pure function f(params, x); it is not changed.
+        x: The inputs.
+        y: Other inputs to compare with; x itself by default.
+        batch: The examples whose factors are in memory at a time.
+        params: The parameters to use, by name, or all that require a gradient.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        memory: Bytes that a temporary may take; larger work is done in chunks.
 
-    Where layers have rules, Θ comes from their inputs and cotangents, and J [(n k) p] is never formed. k and l are
-    flattened outputs. ``batch``: examples whose factors are in memory at a time. ``memory``: a bound in bytes.
-    ``params``, ``output``: as for ``pullback``.
+    Returns:
+        Θ [n m k l]; k and l are flattened outputs.
 
-    >>> model = nn.Linear(2, 1)
-    >>> ntk(model, torch.tensor([[1.0, 2.0], [0.0, 1.0]]))[:, :, 0, 0].round(decimals=4)  # ⟨x, y⟩ + 1
-    tensor([[6., 3.],
-            [3., 2.]])
+    Method:
+        Θ = Σ_p ∂φ_k(x_n)/∂θ^p ∂φ_l(y_m)/∂θ^p. Where layers have rules, it comes from their inputs and cotangents, and J
+        [(n k) p] is never formed.
+
+        It is the inverse metric of the tangent space in which the ∂φ/∂θ^p are orthonormal (Bai, Rosenberg and Xu 2022,
+        lemma 6): the dual of the pushforward of the Euclidean metric. It depends on the parametrisation: θ' = 2θ has Θ'
+        = Θ/4. ``PushforwardMetric`` is the metric, and ``TangentKernel`` a kernel that does not depend on it.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> ntk(model, torch.tensor([[1.0, 2.0], [0.0, 1.0]]))[:, :, 0, 0].round(decimals=4)  # ⟨x, y⟩ + 1
+        tensor([[6., 3.],
+                [3., 2.]])
     """
     (kernel,) = _assemble(Model.of(model, params, output), x, y, batch, memory, by_layer=False).values()
     return kernel
@@ -68,11 +81,25 @@ def layer_ntks(
     output: Callable[[Any], Tensor] | None = None,
     memory: int | None = None,
 ) -> dict[str, Tensor]:
-    """The terms of ``ntk`` by layer: Θ = Σ_layers Θ_layer, each [n m k l], by the names of the layer's parameters.
+    """The neural tangent kernel of every layer, which sum to that of the network.
 
-    >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    >>> {name: tuple(t.shape) for name, t in layer_ntks(model, torch.randn(3, 2)).items()}
-    {'0.weight + 0.bias': (3, 3, 1, 1), '2.weight + 2.bias': (3, 3, 1, 1)}
+    Args:
+        model: A module or a pure function f(params, x); it is not changed.
+        x: The inputs.
+        y: Other inputs to compare with; x itself by default.
+        batch: The examples whose factors are in memory at a time.
+        params: The parameters to use, by name, or all that require a gradient.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        memory: Bytes that a temporary may take; larger work is done in chunks.
+
+    Returns:
+        Θ_layer [n m k l] by the names of the layer's parameters.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> {name: tuple(t.shape) for name, t in layer_ntks(model, torch.randn(3, 2)).items()}
+        {'0.weight + 0.bias': (3, 3, 1, 1), '2.weight + 2.bias': (3, 3, 1, 1)}
     """
     return _assemble(Model.of(model, params, output), x, y, batch, memory, by_layer=True)
 
@@ -181,12 +208,19 @@ def layers_of(rows: KernelOperator) -> dict[str, KernelOperator]:
 @final
 @dataclass(frozen=True)
 class NTKOperator:
-    """u ↦ J_x G⁻¹ J_yᵀ u, a backward and a forward product: nothing of the size of Θ or of J is allocated.
+    """The neural tangent kernel as an operator, where the kernel itself is too large.
 
-    ``inverse``: of a metric G on the parameters, as ``Cholesky().init(G, damping)`` returns it; None is the Euclidean
-    one, so that this is Θ of ``ntk``. For any G it is the dual of the pushforward of G. Where G is pulled back from a
-    metric on functions it is the kernel of the tangent space, which ``TangentKernel`` computes without a metric of the
-    size of the parameters.
+    Args:
+        left: The derivatives at the points x.
+        right: The derivatives at the points y.
+        inverse: That of a metric G on the parameters, as ``Cholesky().init(G, damping)`` returns it; None is the
+            Euclidean one, so that this is Θ of ``ntk``.
+
+    Method:
+        u ↦ J_x G⁻¹ J_yᵀ u, a backward and a forward product: nothing of the size of Θ or of J is allocated.
+
+        For any G it is the dual of the pushforward of G. Where G is pulled back from a metric on functions it is the
+        kernel of the tangent space, which ``TangentKernel`` computes without a metric of the size of the parameters.
     """
 
     left: Linearisation

@@ -27,22 +27,31 @@ _PROBES = 8  # products with the metric that are compared between two orders
 @final
 @dataclass(frozen=True)
 class Quadrature:
-    """Nodes x_n [n d] and weights w_n > 0 [n], Σ w_n = 1, with Σ_n w_n f(x_n) ≈ ∫ f dμ.
+    """Nodes and weights that turn an integral over inputs into a sum.
 
-    ``metric`` is the metric on the outputs at the nodes whose pullback is the L² metric of functions,
+    ``Quadrature.of`` makes them for a distribution of inputs, and ``metric`` is the metric on the outputs at the nodes
+    whose pullback is the L² metric of functions.
 
-        G_ij = ∫ ⟨∂φ/∂θ^i(x), ∂φ/∂θ^j(x)⟩ dμ(x) = Σ_n w_n J_nᵀ h_n J_n
+    Args:
+        nodes: The points x_n [n d].
+        weights: The weights w_n > 0 [n], which sum to 1.
+        gap: How far G is from that of half the order, relative to its Frobenius norm; None where no model was compared.
 
-    in any structure (Bai, Rosenberg & Xu 2022, appendix E). For Lebesgue's measure the integral diverges wherever
-    ∂φ/∂θ does not decay (a bias never does): μ must be a probability measure. ``gap``: how far this G is from that of
-    half the order, relative to its Frobenius norm; None where no model was compared.
+    Method:
+        Σ_n w_n f(x_n) ≈ ∫ f dμ, and in any structure (Bai, Rosenberg and Xu 2022, appendix E)
 
-    >>> import natgrad as ng
-    >>> rule = Quadrature.of(D.Normal(torch.zeros(1), torch.ones(1)), order=8)
-    >>> pb = ng.pullback(torch.nn.Linear(1, 1), rule.nodes, rule.metric())
-    >>> ng.Dense().estimate(pb).dense().round(decimals=4) + 0.0  # E x², E x, 1
-    tensor([[1., 0.],
-            [0., 1.]])
+            G_ij = ∫ ⟨∂φ/∂θ^i(x), ∂φ/∂θ^j(x)⟩ dμ(x) = Σ_n w_n J_nᵀ h_n J_n
+
+        For Lebesgue's measure the integral diverges wherever ∂φ/∂θ does not decay (a bias never does): μ must be a
+        probability measure.
+
+    Example:
+        >>> import natgrad as ng
+        >>> rule = Quadrature.of(D.Normal(torch.zeros(1), torch.ones(1)), order=8)
+        >>> pb = ng.pullback(torch.nn.Linear(1, 1), rule.nodes, rule.metric())
+        >>> ng.Dense().estimate(pb).dense().round(decimals=4) + 0.0  # E x², E x, 1
+        tensor([[1., 0.],
+                [0., 1.]])
     """
 
     nodes: Tensor  # [n d]
@@ -132,15 +141,23 @@ class Quadrature:
 @final
 @dataclass(frozen=True)
 class Weighted(DerivedMetric):
-    """Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
+    """A metric whose examples have weights, in place of a mean over the batch.
 
-    The weights are a coupling C = N diag(w) with N² entries, which every structure understands. The factors of K-FAC
-    are Σ w_n a aᵀ / Σ w_n and Σ w_n g gᵀ: weights proportional to numbers of repetitions give the factors of the
-    repeated batch. ``flat`` and ``divergence`` are those of the base, example by example.
+    Args:
+        weights: w [n], one for each example of the batch, with sum 1.
+        base: The metric of one example; ``Euclidean()`` by default.
 
-    >>> Weighted(torch.tensor([0.25, 0.75])).coupling(torch.zeros(2, 1), 2)
-    tensor([[0.5000, 0.0000],
-            [0.0000, 1.5000]], dtype=torch.float64)
+    Method:
+        Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
+
+        The weights are a coupling C = N diag(w) with N² entries, which every structure understands. The factors of
+        K-FAC are Σ w_n a aᵀ / Σ w_n and Σ w_n g gᵀ: weights proportional to numbers of repetitions give the factors of
+        the repeated batch. ``flat`` and ``divergence`` are those of the base, example by example.
+
+    Example:
+        >>> Weighted(torch.tensor([0.25, 0.75])).coupling(torch.zeros(2, 1), 2)
+        tensor([[0.5000, 0.0000],
+                [0.0000, 1.5000]], dtype=torch.float64)
     """
 
     weights: Tensor  # [n]

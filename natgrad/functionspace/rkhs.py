@@ -22,16 +22,24 @@ _MEMORY = 2**32  # bytes of a Gram matrix
 @final
 @dataclass(frozen=True)
 class KernelSum:
-    """f = Σ_n K(x_n, ·) c_n with centres x [n *shape] and coefficients c [n *out]: gradients have this form.
+    """A function that is a weighted sum of kernels at some centres; gradients have this form.
 
-    They form a vector space with the inner product ⟨f, g⟩ = Σ_nm c_n · d_m K(x_n, z_m), so that ⟨K(x, ·), f⟩ = f(x).
+    Args:
+        kernel: The reproducing kernel K.
+        centres: The points x [n *shape].
+        coefficients: The weights c [n *out].
 
-    >>> from natgrad.functionspace import SobolevKernel
-    >>> f = KernelSum(SobolevKernel(0.5), torch.tensor([0.0, 1.0]), torch.tensor([2.0, -1.0]))
-    >>> f(torch.tensor([0.0]))  # 2 − 1/e
-    tensor([1.6321])
-    >>> round(float((f - 3 * f).norm() / f.norm()), 6)
-    2.0
+    Method:
+        f = Σ_n K(x_n, ·) c_n. They form a vector space with the inner product ⟨f, g⟩ = Σ_nm c_n · d_m K(x_n, z_m), so
+        that ⟨K(x, ·), f⟩ = f(x).
+
+    Example:
+        >>> from natgrad.functionspace import SobolevKernel
+        >>> f = KernelSum(SobolevKernel(0.5), torch.tensor([0.0, 1.0]), torch.tensor([2.0, -1.0]))
+        >>> f(torch.tensor([0.0]))  # 2 − 1/e
+        tensor([1.6321])
+        >>> round(float((f - 3 * f).norm() / f.norm()), 6)
+        2.0
     """
 
     kernel: ReproducingKernel
@@ -92,18 +100,32 @@ class KernelSum:
 def functional_gradient(
     kernel: ReproducingKernel, f: Callable[[Any], Tensor], x: Any, loss: Callable[[Tensor], Tensor]
 ) -> KernelSum:
-    """∇ℓ = Σ_n K(x_n, ·) ∂L/∂f(x_n), the gradient at f of the empirical loss ℓ(f) = L(f(x)).
+    """The gradient of a loss with respect to a function, in the Hilbert space of a kernel.
 
-    See Bai, Rosenberg & Xu (2022), lemma 4. ``f``: any function from x [n *shape] to outputs [n *out], a model or a
-    ``KernelSum``. ``loss``: from the outputs to one number, a sum or a mean over the examples. The gradient is that of
-    the Hilbert space of the kernel; in L² there is none, as it would be a sum of delta functions. It points uphill:
-    descent subtracts it.
+    It points uphill: descent subtracts it.
 
-    >>> from natgrad.functionspace import SobolevKernel
-    >>> x, t = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0])
-    >>> gradient = functional_gradient(SobolevKernel(0.5), torch.zeros_like, x, lambda y: (y - t).square().sum() / 2)
-    >>> gradient.coefficients
-    tensor([-1., -1.])
+    Args:
+        kernel: The reproducing kernel K of the space.
+        f: Any function from x [n *shape] to outputs [n *out], a model or a ``KernelSum``.
+        x: The inputs of the examples.
+        loss: A function from the outputs to one number, a sum or a mean over the examples.
+
+    Returns:
+        The gradient, a ``KernelSum`` with the inputs as centres.
+
+    Method:
+        ∇ℓ = Σ_n K(x_n, ·) ∂L/∂f(x_n), the gradient at f of the empirical loss ℓ(f) = L(f(x)).
+
+        See Bai, Rosenberg and Xu (2022), lemma 4. In L² there is no such gradient, as it would be a sum of delta
+        functions.
+
+    Example:
+        >>> from natgrad.functionspace import SobolevKernel
+        >>> x, t = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0])
+        >>> half_square = lambda y: (y - t).square().sum() / 2
+        >>> gradient = functional_gradient(SobolevKernel(0.5), torch.zeros_like, x, half_square)
+        >>> gradient.coefficients
+        tensor([-1., -1.])
     """
     with torch.no_grad():
         y = f(x)
@@ -121,21 +143,32 @@ def centres_of(x: Any) -> Tensor:
 
 @final
 class FunctionalGradientDescent:
-    """f_t = f_{t−1} − η_t ∇ℓ(f_{t−1}) from f_0 = 0 in the Hilbert space of a kernel (Bai, Rosenberg & Xu 2022):
+    """Gradient descent on a function itself, in the Hilbert space of a kernel.
 
-        f_T = −Σ_t η_t Σ_n K(x_n, ·) ∂L/∂f_{t−1}(x_n)
+    Args:
+        kernel: The reproducing kernel of the space.
+        loss: ``loss(y, target)`` is one number, usually a sum over the examples.
+        step: η, one number or a function of t = 1, 2, … It must be below 2/λ_max(K) for squares.
+        passes: The number of passes over the data in ``fit``.
+        batch: How many examples a step takes; all by default.
+        outputs: The shape of f(x_n), where it is not that of a target (for classes: ``(10,)``).
+        generator: Shuffles the examples in every pass; without one they keep their order.
 
-    ``loss(y, target)`` is one number, usually a sum over the examples. ``step`` is η, or a function of t = 1, 2, …
-    For ½‖y − t‖², residuals follow e ← (1 − ηK)e: descent converges to the function of least norm through the data for
-    η < 2/λ_max(K), and diverges above. A step takes ``batch`` examples, by default all; a ``generator`` shuffles them
-    in every pass. ``outputs`` is the shape of f(x_n), where it is not that of a target (for classes: ``(10,)``).
+    Method:
+        f_t = f_{t−1} − η_t ∇ℓ(f_{t−1}) from f_0 = 0 in the Hilbert space of a kernel (Bai, Rosenberg & Xu 2022):
 
-    >>> from natgrad.functionspace import SobolevKernel
-    >>> x = torch.linspace(-1, 1, 9, dtype=torch.float64)
-    >>> squares = lambda y, t: (y - t).square().sum() / 2
-    >>> descent = FunctionalGradientDescent(SobolevKernel(1.5), squares, step=0.2, passes=400).fit(x, x.sin())
-    >>> bool((descent.predict(x) - x.sin()).abs().max() < 0.01)
-    True
+            f_T = −Σ_t η_t Σ_n K(x_n, ·) ∂L/∂f_{t−1}(x_n)
+
+        For ½‖y − t‖², residuals follow e ← (1 − ηK)e: descent converges to the function of least norm through the data
+        for η < 2/λ_max(K), and diverges above.
+
+    Example:
+        >>> from natgrad.functionspace import SobolevKernel
+        >>> x = torch.linspace(-1, 1, 9, dtype=torch.float64)
+        >>> squares = lambda y, t: (y - t).square().sum() / 2
+        >>> descent = FunctionalGradientDescent(SobolevKernel(1.5), squares, step=0.2, passes=400).fit(x, x.sin())
+        >>> bool((descent.predict(x) - x.sin()).abs().max() < 0.01)
+        True
     """
 
     def __init__(

@@ -28,15 +28,25 @@ from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 @final
 @dataclass(frozen=True)
 class PushforwardMetric:
-    """(φ_*g)(X, Y) = g(dφ⁻¹X, dφ⁻¹Y) = XᵀΘ⁺Y of tangent functions X, Y known at the points.
-
-    See Bai, Rosenberg & Xu (2022), section 5. Θ = J g⁻¹Jᵀ is the kernel of the tangent space under a metric g on the
-    parameters: ``ntk`` for the Euclidean one, in which the ∂φ/∂θ^p are orthonormal. Kernel and metric are dual: under
-    θ' = 2θ the kernel is divided by 4 and the metric multiplied by 4. Where φ is not an immersion, dφ⁻¹X is the
-    shortest vector that moves the outputs by X. For the kernel of a pulled-back metric (``TangentKernel``) the
-    pushforward is the metric on functions itself, which depends on no parametrisation.
+    """The length of a change of function, measured by the shortest change of parameters.
 
     Functions that are not tangent have no length, and are refused. Construct it with ``PushforwardMetric.of``.
+
+    Args:
+        values: The nonzero eigenvalues of Θ [t].
+        vectors: The eigenvectors [(n k) t].
+        precision: The precision of Θ.
+
+    Method:
+        (φ_*g)(X, Y) = g(dφ⁻¹X, dφ⁻¹Y) = XᵀΘ⁺Y of tangent functions X, Y known at the points.
+
+        See Bai, Rosenberg and Xu (2022), section 5. Θ = J g⁻¹Jᵀ is the kernel of the tangent space under a metric g on
+        the parameters: ``ntk`` for the Euclidean one, in which the ∂φ/∂θ^p are orthonormal. Kernel and metric are dual:
+        under θ' = 2θ the kernel is divided by 4 and the metric multiplied by 4.
+
+        Where φ is not an immersion, dφ⁻¹X is the shortest vector that moves the outputs by X. For the kernel of a
+        pulled-back metric (``TangentKernel``) the pushforward is the metric on functions itself, which depends on no
+        parametrisation.
     """
 
     values: Tensor  # nonzero eigenvalues of Θ, [t]
@@ -130,11 +140,24 @@ class Spectrum:
 @final
 @dataclass(frozen=True)
 class TangentFrame:
-    """∂φ/∂θ^p in coordinates in which the metric on functions is Euclidean: R [(k t) p], G = RᵀR.
+    """The derivatives of a model's function, in coordinates in which its metric is Euclidean.
 
-    A function with the values v [n *out] at the points has the coordinates ξ(v) = Σ_n M_nt ⟨s_kn, v_n⟩/√N, with the
-    root s of the metric on the outputs and M Mᵀ the coupling of the examples (1 where there is none). Then R w is
-    ξ(J w), ⟨u, v⟩ is ξ(u)·ξ(v), and R Rᵀ comes from the factors of the layers: J is not formed.
+    Make it with ``TangentFrame.of(pullback)`` or ``TangentFrame.within(model, x, kernel)``.
+
+    Attributes:
+        model: The model.
+        rows: U = s·J/√N, in the factors of the layers.
+        root: The root s [k n d] of the metric on the outputs.
+        shape: The shape of the outputs, [n *out].
+        memory: Bytes that a temporary may take.
+        mixing: M [n t], where M Mᵀ is the coupling of the examples; None where there is none.
+        params: A copy of the parameters at which the rows were computed.
+
+    Method:
+        ∂φ/∂θ^p in coordinates in which the metric on functions is Euclidean: R [(k t) p], G = RᵀR.
+
+        A function with the values v [n *out] at the points has the coordinates ξ(v) = Σ_n M_nt ⟨s_kn, v_n⟩/√N. Then R w
+        is ξ(J w), ⟨u, v⟩ is ξ(u)·ξ(v), and R Rᵀ comes from the factors of the layers: J is not formed.
     """
 
     model: Model
@@ -271,20 +294,28 @@ def _in_hilbert_space(
 @final
 @dataclass(frozen=True)
 class TangentKernel:
-    """K_f(x, y) = g^{pq} ∂φ/∂θ^p(x) ⊗ ∂φ/∂θ^q(y), the reproducing kernel of the tangent space.
+    """A kernel of tangent functions that, unlike ``ntk``, does not depend on parametrisation.
 
-    See Bai, Rosenberg & Xu (2022), (18) and (19). g is the metric on functions, pulled back, and g^{pq} its inverse, on
-    its range where it is singular. ⟨K_f(x, ·)u, v⟩ is u·v(x) for every tangent function v, at points x where ∂φ lies
-    in the range of g. Unlike ``ntk`` it does not depend on the parametrisation. At the points themselves it is N times
-    the orthogonal projection for the empirical L², and the projection times K in the Hilbert space of a kernel K.
+    Args:
+        frame: The derivatives of the model in the metric on functions.
+        damping: λ ≥ 0: with it the kernel is J(g + λ)⁻¹Jᵀ, for large λ that is ntk/λ.
 
-    With ``damping`` it is J(g + λ)⁻¹Jᵀ: for large λ that is ntk/λ.
+    Method:
+        K_f(x, y) = g^{pq} ∂φ/∂θ^p(x) ⊗ ∂φ/∂θ^q(y), the reproducing kernel of the tangent space.
 
-    >>> import natgrad as ng
-    >>> model, x = nn.Linear(1, 1), torch.tensor([[-1.0], [0.0], [1.0]])
-    >>> K_f = TangentKernel(TangentFrame.of(ng.pullback(model, x, ng.Euclidean())))
-    >>> K_f(torch.tensor([[2.0]]), x)[0, :, 0, 0].round(decimals=4) + 0.0  # 1 + x y/⟨x²⟩
-    tensor([-2.,  1.,  4.])
+        See Bai, Rosenberg and Xu (2022), (18) and (19). g is the metric on functions, pulled back, and g^{pq} its
+        inverse, on its range where it is singular. ⟨K_f(x, ·)u, v⟩ is u·v(x) for every tangent function v, at points x
+        where ∂φ lies in the range of g.
+
+        At the points themselves it is N times the orthogonal projection for the empirical L², and the projection times
+        K in the Hilbert space of a kernel K.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model, x = nn.Linear(1, 1), torch.tensor([[-1.0], [0.0], [1.0]])
+        >>> K_f = TangentKernel(TangentFrame.of(ng.pullback(model, x, ng.Euclidean())))
+        >>> K_f(torch.tensor([[2.0]]), x)[0, :, 0, 0].round(decimals=4) + 0.0  # 1 + x y/⟨x²⟩
+        tensor([-2.,  1.,  4.])
     """
 
     frame: TangentFrame
@@ -320,22 +351,32 @@ class TangentKernel:
 @final
 @dataclass(frozen=True)
 class NTKMap:
-    """S v = Σ_p ⟨v, ∂φ/∂θ^p⟩ ∂φ/∂θ^p, from functions to tangent functions (Bai, Rosenberg & Xu 2022, section 5.1).
+    """How gradient descent on parameters moves functions, and how far it is from a projection.
 
-    S and the projection P have the same kernel. S maps the functional gradient of a loss to how plain gradient descent
-    moves the function. It is self-adjoint but no projection: its eigenvalues on the tangent space are those of the
-    pulled-back metric g, as S(J w) = J g w, and S = P only where they are all 1, that is, where the ∂φ/∂θ^p are
-    orthonormal. In a metric that makes them orthonormal (``PushforwardMetric``) and leaves the orthogonal complement as
-    it is, S is P.
+    Args:
+        frame: The derivatives of the model in the metric on functions.
 
-    >>> import natgrad as ng
-    >>> x = torch.tensor([[-1.0], [1.0]])
-    >>> pb = ng.pullback(nn.Linear(1, 1), x, ng.Euclidean())  # 1 and x are orthonormal at these points
-    >>> bool(NTKMap(TangentFrame.of(pb)).projection_defect() < 1e-6)
-    True
-    >>> pb = ng.pullback(nn.Linear(1, 1), 2 * x, ng.Euclidean())  # 1 and 2x are not: eigenvalues 1 and 4
-    >>> round(float(NTKMap(TangentFrame.of(pb)).projection_defect()), 5)  # (16 − 4)/4
-    3.0
+    Method:
+        S v = Σ_p ⟨v, ∂φ/∂θ^p⟩ ∂φ/∂θ^p, from functions to tangent functions (Bai, Rosenberg & Xu 2022, section 5.1).
+
+        S and the projection P have the same kernel. S maps the functional gradient of a loss to how plain gradient
+        descent moves the function.
+
+        S is self-adjoint but no projection: its eigenvalues on the tangent space are those of the pulled-back metric g,
+        as S(J w) = J g w, and S = P only where they are all 1, that is, where the ∂φ/∂θ^p are orthonormal.
+
+        In a metric that makes them orthonormal (``PushforwardMetric``) and leaves the orthogonal complement as it is,
+        S is P.
+
+    Example:
+        >>> import natgrad as ng
+        >>> x = torch.tensor([[-1.0], [1.0]])
+        >>> pb = ng.pullback(nn.Linear(1, 1), x, ng.Euclidean())  # 1 and x are orthonormal at these points
+        >>> bool(NTKMap(TangentFrame.of(pb)).projection_defect() < 1e-6)
+        True
+        >>> pb = ng.pullback(nn.Linear(1, 1), 2 * x, ng.Euclidean())  # 1 and 2x are not: eigenvalues 1 and 4
+        >>> round(float(NTKMap(TangentFrame.of(pb)).projection_defect()), 5)  # (16 − 4)/4
+        3.0
     """
 
     frame: TangentFrame
@@ -374,15 +415,25 @@ class NTKMap:
 @final
 @dataclass(frozen=True)
 class TangentSpace:
-    """The span of ∂φ/∂θ^i, known at the points x, with the norm ‖v‖² = Σ_k v_kᵀK⁻¹v_k over the outputs k.
+    """The directions in which a model's function can move, and projections onto them.
 
-    That is the least norm of a function with the values v at the points (Bai, Rosenberg & Xu 2022, (22)). The
-    projection of v [n *out] is J w, with the shortest w that minimises ‖v − J w‖² + λ‖w‖²:
+    Construct it with ``TangentSpace.of``. Equal points count once.
 
-        w = (JᵀK⁻¹J + λ)⁻¹JᵀK⁻¹v = Jᵀ(λK + JJᵀ)⁻¹v.
+    Args:
+        frame: The derivatives of the model at the points.
+        K: The kernel matrix of the points [n n].
+        y: The outputs of the model φ(x) [n *out].
 
-    With damping the second form is used: K is not inverted. Equal points count once. Sums run over the examples; a mean
-    loss with a mean metric has the same projection, and n times less damping. Construct it with ``TangentSpace.of``.
+    Method:
+        The span of ∂φ/∂θ^i, known at the points x, with the norm ‖v‖² = Σ_k v_kᵀK⁻¹v_k over the outputs k.
+
+        That is the least norm of a function with the values v at the points (Bai, Rosenberg & Xu 2022, (22)). The
+        projection of v [n *out] is J w, with the shortest w that minimises ‖v − J w‖² + λ‖w‖²:
+
+            w = (JᵀK⁻¹J + λ)⁻¹JᵀK⁻¹v = Jᵀ(λK + JJᵀ)⁻¹v.
+
+        With damping the second form is used: K is not inverted. Sums run over the examples; a mean loss with a mean
+        metric has the same projection, and n times less damping.
     """
 
     frame: TangentFrame

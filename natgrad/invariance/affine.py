@@ -23,10 +23,13 @@ AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 @final
 @dataclass(frozen=True)
 class Space:
-    """The activations or pre-activations of a layer: c groups of d coordinates each.
+    """The activations or pre-activations of a layer, as groups of coordinates.
 
-    ``movable``: whether the layer can absorb another origin. A layer with a trainable weight and no trainable bias
-    cannot: it is linear, not affine, and its bases change linearly.
+    Args:
+        groups: The number c of groups.
+        size: The number d of coordinates in a group.
+        movable: Whether the layer can absorb another origin. A layer with a trainable weight and no trainable bias
+            cannot: it is linear, not affine, and its bases change linearly.
     """
 
     groups: int
@@ -37,10 +40,18 @@ class Space:
 @final
 @dataclass(frozen=True)
 class Change:
-    """A change of affine basis u ↦ Mu + s in every group: ``matrix`` [c d d], invertible, and ``shift`` [c d].
+    """A change of coordinates of a layer's activations.
 
-    >>> Change.scaled(Space(groups=1, size=2), 3.0, -1.0)(torch.tensor([[1.0, 2.0]], dtype=torch.float64))
-    tensor([[2., 5.]], dtype=torch.float64)
+    Args:
+        matrix: M [c d d], invertible, one for every group.
+        shift: s [c d].
+
+    Method:
+        u ↦ Mu + s in every group.
+
+    Example:
+        >>> Change.scaled(Space(groups=1, size=2), 3.0, -1.0)(torch.tensor([[1.0, 2.0]], dtype=torch.float64))
+        tensor([[2., 5.]], dtype=torch.float64)
     """
 
     matrix: Tensor
@@ -84,7 +95,12 @@ class Change:
 @final
 @dataclass(frozen=True)
 class Coordinates:
-    """The bases of one layer: ``inputs`` is a† = Ωa + γ, ``outputs`` is z = Φz† + τ (note the direction)."""
+    """The coordinates of one layer: those of its inputs, and those of its outputs.
+
+    Args:
+        inputs: The change a† = Ωa + γ.
+        outputs: The change z = Φz† + τ; note the direction.
+    """
 
     inputs: Change
     outputs: Change
@@ -110,8 +126,17 @@ class Original(Bases):
 @final
 @dataclass(frozen=True)
 class Random(Bases):
-    """Random bases that mix all coordinates: M = U diag(σ) Vᵀ with U, V orthogonal and σ between 1/``stretch`` and
-    ``stretch``, shifts normal with standard deviation ``shift``. A layer's bases depend on its name and the seed alone.
+    """Random coordinates for every layer, which mix all activations.
+
+    A layer's bases depend on its name and the seed alone.
+
+    Args:
+        seed: The seed of the random numbers.
+        stretch: The singular values lie between 1/stretch and stretch.
+        shift: The standard deviation of the shifts.
+
+    Method:
+        M = U diag(σ) Vᵀ with U, V orthogonal.
     """
 
     seed: int = 0

@@ -24,12 +24,16 @@ MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 @final
 @dataclass(frozen=True)
 class Certificate:
-    """How far two networks, the same function in different bases, drift apart in training; ``print`` it.
+    """How far one network drifts from itself in other coordinates during training; ``print`` it.
 
-    ``differences``: max|y† − y|/max|y| before the first step and after each step, over the batch and fresh inputs.
-    ``moved``: the same measure between the functions at the end and at the start, in the original bases.
-    ``rounding``: if the tolerance is exceeded, the same measure between the transformed network and a copy that is
-    trained with parameters and inputs perturbed by one rounding error each; otherwise empty.
+    All differences are max|y† − y|/max|y| over the batch and fresh inputs.
+
+    Attributes:
+        differences: Between the two networks, before the first step and after each step.
+        moved: Between the functions at the end and at the start, in the original bases.
+        tolerance: The largest difference that counts as rounding.
+        rounding: If the tolerance is exceeded, between the transformed network and a copy that is trained with
+            parameters and inputs perturbed by one rounding error each; otherwise empty.
     """
 
     differences: tuple[float, ...]
@@ -72,7 +76,11 @@ class Certificate:
 @final
 @dataclass(frozen=True)
 class Sweep:
-    """The certificates of one optimizer at several dampings: how much damping breaks the invariance."""
+    """The certificates of one optimizer at several dampings: how much damping breaks invariance.
+
+    Attributes:
+        certificates: The certificates by damping.
+    """
 
     certificates: Mapping[float, Certificate]
 
@@ -93,26 +101,42 @@ def certify(
     output: Callable[[Any], Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> Certificate:
-    """Train the model and its affine reparametrisation alike, and compare the functions (Luk and Grosse (2018)).
+    """Test whether an optimizer takes the same steps in other coordinates of the network.
 
-    ``make_optimizer(model)`` makes the optimizer for a given network. It is called for each network that is trained:
-    two, and a third one if they differ, to see whether rounding alone explains it (``rounded``). ``batch`` is (x,
-    target). Both networks have the form of ``reparametrise``, one of them in the original bases. Undamped
-    natural-gradient and K-FAC steps are invariant if the metric is not singular (on softmax logits it always is). Use
-    float64: every step multiplies rounding by the condition numbers of the metrics. All networks get the same random
-    numbers; a generator must be made inside ``make_optimizer``.
+    Use float64: every step multiplies rounding by the condition numbers of the metrics. Undamped natural-gradient and
+    K-FAC steps are invariant if the metric is not singular (on softmax logits it always is).
 
-    ``loss``: a function of outputs and target, by default ½‖y − t‖² summed over the outputs and averaged over the
-    examples. ``seed`` (or ``Bases``) and ``keep`` are those of ``reparametrise``. ``output`` extracts the output tensor
-    from what the model returns. ``tolerance``: the largest relative difference that counts as rounding.
+    Args:
+        make_optimizer: ``make_optimizer(model)`` makes the optimizer for a given network. A generator must be made
+            inside it, so that all networks get the same random numbers.
+        model: The network.
+        batch: (x, target).
+        steps: The number of training steps to compare.
+        loss: A function of outputs and target, by default ½‖y − t‖² summed over the outputs and averaged over the
+            examples.
+        seed: The seed of random bases, or ``Bases``, as in ``reparametrise``.
+        keep: Names of modules that stay as they are.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        tolerance: The largest relative difference that counts as rounding.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.randn(64, 2, dtype=torch.float64)
-    >>> sgd = ng.invariance.certify(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), model, batch, steps=3)
-    >>> sgd.invariant, len(sgd.differences)
-    (False, 4)
+    Returns:
+        The ``Certificate``.
+
+    Method:
+        The model and its affine reparametrisation are trained alike, and their functions compared (Luk and Grosse
+        2018). Both networks have the form of ``reparametrise``, one of them in the original bases. If they differ, a
+        third network shows whether rounding alone explains it (``rounded``).
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+        >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.randn(64, 2, dtype=torch.float64)
+        >>> make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sgd = ng.invariance.certify(make, model, batch, steps=3)
+        >>> sgd.invariant, len(sgd.differences)
+        (False, 4)
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -145,16 +169,34 @@ def damping_sweep(
     output: Callable[[Any], Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> Sweep:
-    """The certificates of ``make_optimizer(model, damping)`` for several dampings.
+    """Certify an optimizer at several dampings.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
-    >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.rand(64, 2, dtype=torch.float64)
-    >>> make = lambda model, damping: ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=damping)
-    >>> sweep = ng.invariance.damping_sweep(make, model, batch, dampings=[0.0, 0.1], steps=3)
-    >>> [certificate.invariant for certificate in sweep.certificates.values()]
-    [True, False]
+    Args:
+        make_optimizer: ``make_optimizer(model, damping)`` makes the optimizer for a given network.
+        model: The network.
+        batch: (x, target).
+        dampings: The values of λ.
+        steps: The number of training steps to compare.
+        loss: A function of outputs and target, by default ½‖y − t‖² summed over the outputs and averaged over the
+            examples.
+        seed: The seed of random bases, or ``Bases``, as in ``reparametrise``.
+        keep: Names of modules that stay as they are.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        tolerance: The largest relative difference that counts as rounding.
+
+    Returns:
+        A ``Sweep``, with one certificate for every damping.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
+        >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.rand(64, 2, dtype=torch.float64)
+        >>> make = lambda model, damping: ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=damping)
+        >>> sweep = ng.invariance.damping_sweep(make, model, batch, dampings=[0.0, 0.1], steps=3)
+        >>> [certificate.invariant for certificate in sweep.certificates.values()]
+        [True, False]
     """
 
     def at(damping: float) -> MakeOptimizer:

@@ -24,11 +24,15 @@ from natgrad.structures.kernel import Kernel
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """Two parametrisations φ at ξ and ψ at θ of the same outputs, to first order; ``print`` it.
+    """How two parametrisations of the same outputs differ, to first order; ``print`` it.
 
-    ``model_gap`` = ‖dψ v_θ − dφ v_ξ‖/‖dφ v_ξ‖ of their natural gradients. ``span_gap`` is the sine of the largest angle
-    between the spans of their coordinate vectors in the metric, and 1 where these have different dimensions
-    (``ranks``). ``common``: the dimension of what lies in both spans.
+    Attributes:
+        model_gap: ‖dψ v_θ − dφ v_ξ‖/‖dφ v_ξ‖ of their natural gradients, for φ at ξ and ψ at θ.
+        span_gap: The sine of the largest angle between the spans of their coordinate vectors in the metric, and 1 where
+            these have different dimensions.
+        ranks: The dimensions of the spans.
+        common: The dimension of what lies in both spans.
+        on_model: The changes of the outputs dφ v_ξ and dψ v_θ [n *out].
     """
 
     model_gap: float
@@ -72,28 +76,47 @@ def compare(
     output: Callable[[Any], Tensor] | None = None,
     other_output: Callable[[Any], Tensor] | None = None,
 ) -> Comparison:
-    """Compare the natural gradients of two models that compute the same outputs at x, each in its own parameters.
+    """Compare the natural gradients of two models that compute the same outputs.
 
-    The parameters may differ in number and names, and no map between them is needed: this is parametrisation
-    independence (van Oostrum, Müller and Ay (2023), definition 4). No method has it at all points. By their theorem 1
-    the natural gradient on the model is the projection of one gradient onto the span of the coordinate vectors; it
-    agrees for all losses exactly where the spans agree. ``reparametrisation`` compares along a given map of parameters,
-    where it always agrees.
+    The parameters may differ in number and names, and no map between them is needed. ``reparametrisation`` compares
+    along a given map of parameters, where they always agree.
 
-    ``loss`` is a function of the outputs. By default the metric is Euclidean and the inverse is Moore–Penrose.
-    ``params`` and ``other_params`` belong to pure functions, ``output`` and ``other_output`` extract the outputs.
+    Args:
+        model: A module or a pure function f(params, x).
+        other: Another one, with the same outputs at x.
+        x: The inputs.
+        loss: A function of the outputs.
+        metric: The metric on the outputs, or the loss; ``Euclidean()`` by default.
+        structure: How the metric is held; ``Dense()`` by default.
+        solver: How it is inverted; ``Pinv()`` by default.
+        damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+        params: The parameters of ``model``, where it is a pure function.
+        other_params: Those of ``other``.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        other_output: The same for ``other``.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> line = nn.Linear(2, 1).double()
-    >>> deep = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()  # lines, with ten parameters more
-    >>> with torch.no_grad():
-    ...     _ = line.weight.copy_(deep[1].weight @ deep[0].weight)
-    ...     _ = line.bias.copy_(deep[1](deep[0].bias))
-    >>> x = torch.randn(5, 2, dtype=torch.float64)
-    >>> found = ng.invariance.compare(line, deep, x, lambda y: y.square().mean())
-    >>> found.reparametrisation, found.ranks, found.model_gap < 1e-8
-    (True, (3, 3), True)
+    Returns:
+        A ``Comparison``.
+
+    Method:
+        This is parametrisation independence (van Oostrum, Müller and Ay 2023, definition 4). No method has it at all
+        points. By their theorem 1 the natural gradient on the model is the projection of one gradient onto the span of
+        the coordinate vectors; it agrees for all losses exactly where the spans agree.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> line = nn.Linear(2, 1).double()
+        >>> deep = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()  # lines, with ten parameters more
+        >>> with torch.no_grad():
+        ...     _ = line.weight.copy_(deep[1].weight @ deep[0].weight)
+        ...     _ = line.bias.copy_(deep[1](deep[0].bias))
+        >>> x = torch.randn(5, 2, dtype=torch.float64)
+        >>> found = ng.invariance.compare(line, deep, x, lambda y: y.square().mean())
+        >>> found.reparametrisation, found.ranks, found.model_gap < 1e-8
+        (True, (3, 3), True)
     """
     chosen = Euclidean() if metric is None else metric_of(metric)
     one, two = Model.of(model, params, output), Model.of(other, other_params, other_output)

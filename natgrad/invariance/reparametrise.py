@@ -27,22 +27,30 @@ _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 
 
 def reparametrise(model: nn.Module, seed: int | Bases = 0, *, keep: Collection[str] = ()) -> nn.Module:
-    """A new network that computes the same function with a† = Ωa + γ and z = Φz† + τ in every layer.
+    """Write a network in other coordinates: a new network that computes the same function.
 
-    In a copy of the model, every ``Linear``, convolution and ``RNN``/``LSTM``/``GRU`` is replaced by one in other
-    bases. Everything between them (activation functions, pooling, residual sums) stays, so the transformed activation
-    function of a layer is Ωφ(Φ· + τ) + γ. ``seed`` draws random bases, or is a ``Bases`` object: ``Original()`` keeps
-    the bases, ``Chosen({name: Coordinates(…)})`` sets them. The inputs and outputs of the network keep their bases;
-    without that it would be another function.
+    Args:
+        model: The network. Every ``Linear``, convolution and ``RNN``/``LSTM``/``GRU`` of a copy is replaced by one in
+            other bases.
+        seed: Draws random bases, or is a ``Bases`` object: ``Original()`` keeps the bases, ``Chosen({name:
+            Coordinates(…)})`` sets them.
+        keep: Names of modules that stay as they are, with all their children. Trainable parameters of other layers must
+            be frozen or kept; the error names them.
 
-    ``keep`` names modules that stay as they are, with all their children. Trainable parameters of other layers must be
-    frozen or kept; the error names them.
+    Returns:
+        The new network.
 
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    >>> x = torch.randn(5, 3, dtype=torch.float64)
-    >>> torch.allclose(reparametrise(model, seed=1)(x), model(x))
-    True
+    Method:
+        Every layer has a† = Ωa + γ and z = Φz† + τ. Everything between the layers (activation functions, pooling,
+        residual sums) stays, so the transformed activation function of a layer is Ωφ(Φ· + τ) + γ. The inputs and
+        outputs of the network keep their bases; without that it would be another function.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        >>> x = torch.randn(5, 3, dtype=torch.float64)
+        >>> torch.allclose(reparametrise(model, seed=1)(x), model(x))
+        True
     """
     copied = copy.deepcopy(model)
     unknown = sorted(set(keep) - {name for name, _ in copied.named_modules()})
@@ -119,9 +127,13 @@ Point = dict[str, Tensor]
 @final
 @dataclass(frozen=True)
 class Reparametrisation:
-    """Two natural gradients of the same loss at the same function, in coordinates ξ and θ with ξ = f(θ).
+    """Two natural gradients of the same loss, in two coordinate systems of one model.
 
-    ``model_gap`` = ‖dψ v_θ − dφ v_ξ‖/‖dφ v_ξ‖; ``parameter_gap`` = ‖df v_θ − v_ξ‖/‖v_ξ‖.
+    Attributes:
+        model_gap: ‖dψ v_θ − dφ v_ξ‖/‖dφ v_ξ‖, in coordinates ξ and θ with ξ = f(θ).
+        parameter_gap: ‖df v_θ − v_ξ‖/‖v_ξ‖.
+        on_model: The changes of the outputs dφ v_ξ and dψ v_θ [n *out].
+        on_parameters: The steps v_ξ and df v_θ.
     """
 
     model_gap: float
@@ -145,22 +157,36 @@ def reparametrisation(
     damping: float = 0.0,
     params: Mapping[str, Tensor] | None = None,
 ) -> Reparametrisation:
-    """Compare the natural gradient of φ at ξ = f(θ) with that of ψ = φ∘f at θ (van Oostrum, Müller and Ay (2023)).
+    """Compare the natural gradients of one model in two coordinate systems of its parameters.
 
-    ``f`` is a diffeomorphism of the parameters, from a dict of tensors to one with the same names and shapes. θ are
-    the current parameters of the model (or ``params``). ``loss`` is a function of the outputs. By default the metric
-    is Euclidean and the inverse is Moore–Penrose. For an over-parametrised model the gap on the model is then
-    rounding, and the gap on the parameters is not. With ``damping`` the gaps show how much damping breaks the
-    invariance.
+    Args:
+        model: A module or a pure function f(params, x); it is not changed.
+        f: A diffeomorphism of the parameters, from a dict of tensors to one with the same names and shapes.
+        x: The inputs.
+        loss: A function of the outputs.
+        metric: The metric on the outputs; ``Euclidean()`` by default.
+        structure: How the metric is held; ``Dense()`` by default.
+        solver: How it is inverted; ``Pinv()`` by default.
+        damping: λ ≥ 0; with it the gaps show how much damping breaks the invariance.
+        params: The parameters θ, where the model is a pure function; by default its present ones.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    >>> double = lambda θ: {name: 2 * p + p**3 for name, p in θ.items()}
-    >>> x = torch.randn(4, 2, dtype=torch.float64)
-    >>> gap = ng.invariance.reparametrisation(model, double, x, lambda y: y.square().mean())
-    >>> gap.model_gap < 1e-8 < gap.parameter_gap
-    True
+    Returns:
+        A ``Reparametrisation``.
+
+    Method:
+        Compare the natural gradient of φ at ξ = f(θ) with that of ψ = φ∘f at θ (van Oostrum, Müller and Ay (2023)).
+
+        For an over-parametrised model the gap on the model is rounding, and the gap on the parameters is not.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        >>> double = lambda θ: {name: 2 * p + p**3 for name, p in θ.items()}
+        >>> x = torch.randn(4, 2, dtype=torch.float64)
+        >>> gap = ng.invariance.reparametrisation(model, double, x, lambda y: y.square().mean())
+        >>> gap.model_gap < 1e-8 < gap.parameter_gap
+        True
     """
     base = Model.of(model, params)
     θ = {name: p.detach() for name, p in base.params.items()}

@@ -33,14 +33,19 @@ class Lengthscale(ABC):
 @final
 @dataclass(frozen=True)
 class Median(Lengthscale):
-    """ℓ = the median distance between distinct points, divided by ``divisor``.
+    """A lengthscale from the median distance between the inputs.
 
-    Pairs of equal points are left out. If all points are equal, the kernel is 1 for every ℓ, and ℓ = 1. For an even
-    number of distances, the lower median is used. Bai, Rosenberg and Xu (2022) divide CIFAR images by 20, about a
-    quarter of their median distance: ``Median(divisor=4)``.
+    Args:
+        divisor: What the median distance is divided by.
 
-    >>> Median().of(torch.tensor([[0.0], [1.0], [3.0]]))
-    tensor(2.)
+    Method:
+        Pairs of equal points are left out. If all points are equal, the kernel is 1 for every ℓ, and ℓ = 1. For an even
+        number of distances, the lower median is used. Bai, Rosenberg and Xu (2022) divide CIFAR images by 20, about a
+        quarter of their median distance: ``Median(divisor=4)``.
+
+    Example:
+        >>> Median().of(torch.tensor([[0.0], [1.0], [3.0]]))
+        tensor(2.)
     """
 
     divisor: float = 1.0
@@ -58,19 +63,26 @@ class Median(Lengthscale):
 @final
 @dataclass(frozen=True)
 class Alike(Lengthscale):
-    """ℓ for which the mean of k(‖x_n − x_m‖/ℓ) over all pairs of distinct points is ``value``, k of smoothness ``nu``.
+    """A lengthscale that keeps the mean similarity of the inputs, however these are scaled.
 
-    However the inputs are scaled, or features change during training, the kernel matrix keeps its mean. λ_max(K) is at
-    least 1 + (N − 1)·value, and about that if the points are spread evenly. CIFAR images with ℓ = 20 and ν = 3/2 have a
-    mean of about 0.1. Pairs of equal points are left out; if all points are equal, ℓ = 1.
+    Args:
+        value: The mean of k over all pairs of distinct points.
+        nu: The smoothness ν of the kernel k.
 
-    The mean reaches ``value`` between ℓ = min d/r and max d/r, where k(r) = value. Nested grids find it there to a
-    relative accuracy of 1e-6, without reading anything back from the device.
+    Method:
+        ℓ is such that the mean of k(‖x_n − x_m‖/ℓ) is ``value``. λ_max(K) is then at least 1 + (N − 1)·value, and about
+        that if the points are spread evenly. CIFAR images with ℓ = 20 and ν = 3/2 have a mean of about 0.1.
 
-    >>> x = torch.tensor([[0.0], [1.0], [3.0]])
-    >>> ℓ = Alike(0.3, nu=0.5).of(x)
-    >>> torch.exp(-torch.tensor([1.0, 2.0, 3.0]) / ℓ).mean()
-    tensor(0.3000)
+        Pairs of equal points are left out; if all points are equal, ℓ = 1.
+
+        The mean reaches ``value`` between ℓ = min d/r and max d/r, where k(r) = value. Nested grids find it there to a
+        relative accuracy of 1e-6, without reading anything back from the device.
+
+    Example:
+        >>> x = torch.tensor([[0.0], [1.0], [3.0]])
+        >>> ℓ = Alike(0.3, nu=0.5).of(x)
+        >>> torch.exp(-torch.tensor([1.0, 2.0, 3.0]) / ℓ).mean()
+        tensor(0.3000)
     """
 
     value: float = 0.1
@@ -166,9 +178,12 @@ _SMALL = 1e-15  # lengthscales below it have squares that underflow in single pr
 
 
 class ReproducingKernel(ABC):
-    """K with ⟨K(x, ·), f⟩ = f(x) for every f in its Hilbert space of functions.
+    """The base class of reproducing kernels, which define a Hilbert space of functions.
 
-    Functions with several outputs have the kernel K(x, y) δ_ij: each output separately.
+    Method:
+        K with ⟨K(x, ·), f⟩ = f(x) for every f in its Hilbert space of functions.
+
+        Functions with several outputs have the kernel K(x, y) δ_ij: each output separately.
     """
 
     @abstractmethod
@@ -183,28 +198,38 @@ class ReproducingKernel(ABC):
 @final
 @dataclass(frozen=True)
 class SobolevKernel(ReproducingKernel):
-    """The reproducing kernel of the Sobolev space of order ν + d/2 on R^d, for every real ν > 0:
+    """The reproducing kernel of a Sobolev space, for any smoothness: Matérn's kernel.
 
-        K(x, y) = k(‖x − y‖/ℓ),   k(r) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   k(0) = 1
+    Args:
+        nu: The smoothness ν > 0, any real number.
+        lengthscale: ℓ, a positive number, or a rule such as ``Median()`` that ``at(x)`` measures.
+        normalised: Whether k(0) = 1. False multiplies by the constant of the space, which underflows in high dimension;
+            ``log_constant`` does not.
+        features: Maps inputs that are not points (tokens) to points.
 
-    For ν = ½, 3/2, 5/2 it is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3), without the factor √(2ν) of many other Matérn
-    kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20, and write the space as H_s with s = d + 2ν. For every
-    ν > 0 it consists of continuous functions, in any dimension.
+    Method:
+            K(x, y) = k(‖x − y‖/ℓ),   k(r) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   k(0) = 1
 
-    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ (the
-    paper prints other values, which are wrong). It underflows in high dimension; ``log_constant`` does not.
-    ``lengthscale``: a positive number, or a rule such as ``Median()`` that ``at(x)`` measures. ``features`` maps inputs
-    that are not points (tokens) to points. Inputs [n *shape] are flattened; n numbers are points on a line.
+        This is the space of order ν + d/2 on R^d. For ν = ½, 3/2, 5/2 k is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3),
+        without the factor √(2ν) of many other Matérn kernels.
 
-    It is differentiable in the points m times if 2ν > m, also at equal points. First derivatives at equal points are 0
-    for every ν. Distances below 10⁻¹⁵⁰ count as 0 (below 10⁻²² for ν ≥ 1 in single precision, which has no effect).
+        Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20, and write the space as H_s with s = d + 2ν. For every ν > 0
+        it consists of continuous functions, in any dimension. Its constant is ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for
+        functions of x/ℓ (the paper prints other values, which are wrong).
 
-    >>> kernel = SobolevKernel(1.5)
-    >>> kernel(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
-    tensor([[1.0000, 0.7358],
-            [0.7358, 1.0000]])
-    >>> SobolevKernel(2.2)(torch.zeros(4, 3, 32, 32), torch.ones(2, 3, 32, 32)).shape
-    torch.Size([4, 2])
+        Inputs [n *shape] are flattened; n numbers are points on a line.
+
+        It is differentiable in the points m times if 2ν > m, also at equal points. First derivatives at equal points
+        are 0 for every ν. Distances below 10⁻¹⁵⁰ count as 0 (below 10⁻²² for ν ≥ 1 in single precision, which has no
+        effect).
+
+    Example:
+        >>> kernel = SobolevKernel(1.5)
+        >>> kernel(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
+        tensor([[1.0000, 0.7358],
+                [0.7358, 1.0000]])
+        >>> SobolevKernel(2.2)(torch.zeros(4, 3, 32, 32), torch.ones(2, 3, 32, 32)).shape
+        torch.Size([4, 2])
     """
 
     nu: float

@@ -33,15 +33,23 @@ _VECTORS = constraints.real_vector
 @final
 @dataclass(frozen=True)
 class Conjugate:
-    """p(x | z) with log p(x | z) = ⟨λ(x), t(z)⟩ + constant, for t of ``family``, the family of prior and posterior.
+    """A likelihood that is conjugate to an exponential family, so that posteriors are exact.
 
-    ``name``: for messages. ``support``: where a datum may lie. ``total``: Σ_n λ(x_n), of the shape of a point, for data
-    x [n *batch *event] inside the support. A likelihood of your own:
+    Args:
+        name: Its name, for messages.
+        family: The family of prior and posterior.
+        support: Where a datum may lie.
+        total: A function of data x [n *batch *event] inside the support that returns Σ_n λ(x_n), of the shape of a
+            point.
 
-    >>> λ = lambda x: torch.stack([torch.full_like(x, 0.5), -0.5 * x.square()], -1).sum(0)
-    >>> half = Conjugate("HalfNormalPrecision", Gamma(), constraints.positive, λ)  # |x| of x ~ N(0, 1/z)
-    >>> half.sites(torch.tensor([2.0, 4.0]))
-    tensor([  1., -10.])
+    Method:
+        log p(x | z) = ⟨λ(x), t(z)⟩ + constant, for the statistics t of ``family``.
+
+    Example:
+        >>> λ = lambda x: torch.stack([torch.full_like(x, 0.5), -0.5 * x.square()], -1).sum(0)
+        >>> half = Conjugate("HalfNormalPrecision", Gamma(), constraints.positive, λ)  # |x| of x ~ N(0, 1/z)
+        >>> half.sites(torch.tensor([2.0, 4.0]))
+        tensor([  1., -10.])
     """
 
     name: str
@@ -78,10 +86,14 @@ def _sum(*entries: float | Tensor) -> Tensor:
 
 
 def BernoulliProbability() -> Conjugate:
-    """x ∈ {0, 1} with P(1) = z.
+    """The likelihood of coin tosses with an unknown probability, which has a Beta prior.
 
-    >>> BernoulliProbability().sites(torch.tensor([1.0, 1.0, 0.0]))
-    tensor([2., 1.])
+    Method:
+        x ∈ {0, 1} with P(1) = z.
+
+    Example:
+        >>> BernoulliProbability().sites(torch.tensor([1.0, 1.0, 0.0]))
+        tensor([2., 1.])
     """
     return Conjugate("BernoulliProbability", Beta(), constraints.boolean, lambda x: _sum(x, 1 - x))
 
@@ -105,10 +117,17 @@ def GeometricProbability() -> Conjugate:
 
 
 def CategoricalProbabilities(classes: int) -> Conjugate:
-    """x is one of ``classes`` classes 0, 1, … with probabilities z, of a Dirichlet prior, t = log z; λ counts them.
+    """The likelihood of class labels with unknown probabilities, which have a Dirichlet prior.
 
-    >>> CategoricalProbabilities(3).sites(torch.tensor([0, 2, 2]))
-    tensor([1., 0., 2.])
+    Args:
+        classes: The number of classes; a datum is one of 0, 1, …
+
+    Method:
+        t = log z for the probabilities z; λ counts the classes.
+
+    Example:
+        >>> CategoricalProbabilities(3).sites(torch.tensor([0, 2, 2]))
+        tensor([1., 0., 2.])
     """
 
     def counts(x: Tensor) -> Tensor:
@@ -125,22 +144,37 @@ def MultinomialProbabilities() -> Conjugate:
 
 
 def VonMisesDirection(concentration: float) -> Conjugate:
-    """Angles x around the direction z with a known concentration κ: log p = κ cos(x − z), t = (cos z, sin z)."""
+    """The likelihood of angles around an unknown direction.
+
+    Args:
+        concentration: The known concentration κ of the data.
+
+    Method:
+        log p = κ cos(x − z) for the direction z, t = (cos z, sin z).
+    """
     check_positive(concentration, "VonMisesDirection(concentration=…)")
     return Conjugate("VonMisesDirection", VonMises(), _REAL, lambda x: concentration * _sum(x.cos(), x.sin()))
 
 
 def MixtureComponent() -> Conjugate:
-    """z is the component that all data come from: x [n c] holds log p(datum n | component c), t = one-hot z.
+    """The likelihood of the mixture component that all data come from.
 
-    >>> MixtureComponent().sites(torch.tensor([[-1.0, -2.0], [-1.0, -3.0]]))
-    tensor([-2., -5.])
+    Method:
+        z is the component that all data come from: x [n c] holds log p(datum n | component c), t = one-hot z.
+
+    Example:
+        >>> MixtureComponent().sites(torch.tensor([[-1.0, -2.0], [-1.0, -3.0]]))
+        tensor([-2., -5.])
     """
     return Conjugate("MixtureComponent", Categorical(), _VECTORS, lambda x: x.sum(0))
 
 
 def Alternative() -> Conjugate:
-    """z ∈ {0, 1} says which of two models the data come from: x [n 2] holds log p(datum | z) for z = 0 and z = 1."""
+    """The likelihood of a choice between two models, given what each says of the data.
+
+    Method:
+        z ∈ {0, 1} says which of two models the data come from: x [n 2] holds log p(datum | z) for z = 0 and z = 1.
+    """
 
     def evidence(x: Tensor) -> Tensor:
         check_event("Alternative", (2,), x)
@@ -153,10 +187,17 @@ def Alternative() -> Conjugate:
 
 
 def GaussianMean(covariance: Tensor) -> Conjugate:
-    """x [d] ~ N(z, Σ) with a known ``covariance`` Σ [d d], t = (z, −½vec zzᵀ): λ = (Σ⁻¹Σ_n x_n, n Σ⁻¹).
+    """The likelihood of normal vectors with known covariance, for an unknown mean.
 
-    >>> GaussianMean(torch.tensor([[0.5]])).sites(torch.tensor([[1.0], [2.0]]))
-    tensor([6., 4.])
+    Args:
+        covariance: The known covariance Σ [d d], positive definite.
+
+    Method:
+        x [d] ~ N(z, Σ), t = (z, −½vec zzᵀ): λ = (Σ⁻¹Σ_n x_n, n Σ⁻¹).
+
+    Example:
+        >>> GaussianMean(torch.tensor([[0.5]])).sites(torch.tensor([[1.0], [2.0]]))
+        tensor([6., 4.])
     """
     square = covariance.ndim == 2 and covariance.shape[0] == covariance.shape[1]
     if not square or not torch.allclose(covariance, covariance.mT):
@@ -175,7 +216,14 @@ def GaussianMean(covariance: Tensor) -> Conjugate:
 
 
 def DiagonalGaussianMean(variance: float | Tensor) -> Conjugate:
-    """x [d] ~ N(z, diag σ²) with known ``variance`` σ² [d] or one for all, t = (z, −½z²): λ = (Σ x/σ², n/σ²)."""
+    """The likelihood of normal vectors with known variances, for an unknown mean.
+
+    Args:
+        variance: The known variances σ² [d], or one for all.
+
+    Method:
+        x [d] ~ N(z, diag σ²), t = (z, −½z²): λ = (Σ x/σ², n/σ²).
+    """
     total = _diagonal_total("DiagonalGaussianMean", variance)
     return Conjugate("DiagonalGaussianMean", DiagonalGaussian(), _VECTORS, total)
 
@@ -199,7 +247,15 @@ def _diagonal_total(name: str, variance: float | Tensor) -> Callable[[Tensor], T
 
 
 def LinearWeights(inputs: Tensor, variance: float) -> Conjugate:
-    """y_n ~ N(x_nᵀz, σ²): Bayesian linear regression at known inputs x [n d]. λ = (Σ x_n y_n/σ², Σ x_n x_nᵀ/σ²)."""
+    """The likelihood of Bayesian linear regression at known inputs.
+
+    Args:
+        inputs: The known inputs x [n d].
+        variance: The known variance σ² of the noise.
+
+    Method:
+        y_n ~ N(x_nᵀz, σ²): λ = (Σ x_n y_n/σ², Σ x_n x_nᵀ/σ²).
+    """
     check_positive(variance, "LinearWeights(variance=…)")
 
     def total(y: Tensor) -> Tensor:
@@ -216,50 +272,103 @@ def LinearWeights(inputs: Tensor, variance: float) -> Conjugate:
 
 
 def PoissonRate() -> Conjugate:
-    """Counts x with mean z: u = x, w = 1.
+    """The likelihood of counts with an unknown mean, which has a gamma prior.
 
-    >>> PoissonRate().sites(torch.tensor([2.0, 0.0, 4.0]))
-    tensor([ 6., -3.])
+    Method:
+        Counts x with mean z: λ = (Σ x, −Σ 1).
+
+    Example:
+        >>> PoissonRate().sites(torch.tensor([2.0, 0.0, 4.0]))
+        tensor([ 6., -3.])
     """
     return Conjugate("PoissonRate", Gamma(), _COUNTS, lambda x: _sum(x, -torch.ones_like(x)))
 
 
 def GammaRate(shape: float = 1.0) -> Conjugate:
-    """Gamma data of known ``shape`` k and rate z: u = k, w = x. With k = 1, exponential data."""
+    """The likelihood of gamma data with an unknown rate, which has a gamma prior.
+
+    Args:
+        shape: The known shape k of the data; with 1 they are exponential.
+
+    Method:
+        λ = (Σ k, −Σ x).
+    """
     check_positive(shape, "GammaRate(shape=…)")
     return Conjugate("GammaRate", Gamma(), _POSITIVE, lambda x: _sum(shape, -x))
 
 
 def WeibullRate(shape: float) -> Conjugate:
-    """p(x | z) = k z x^{k−1} exp(−z xᵏ) with known ``shape`` k, z = scale^−k: u = 1, w = xᵏ."""
+    """The likelihood of Weibull data with known shape, for an unknown rate.
+
+    Args:
+        shape: The known exponent k.
+
+    Method:
+        p(x | z) = k z x^{k−1} exp(−z xᵏ), z = scale^−k: λ = (Σ 1, −Σ xᵏ).
+    """
     check_positive(shape, "WeibullRate(shape=…)")
     return Conjugate("WeibullRate", Gamma(), _POSITIVE, lambda x: _sum(1.0, -x.pow(shape)))
 
 
 def LaplaceRate(centre: float = 0.0) -> Conjugate:
-    """p(x | z) = (z/2) exp(−z|x − c|) with a known ``centre`` c, z = 1/scale: u = 1, w = |x − c|."""
+    """The likelihood of Laplace data with known centre, for an unknown inverse scale.
+
+    Args:
+        centre: The known centre c.
+
+    Method:
+        p(x | z) = (z/2) exp(−z|x − c|), z = 1/scale: λ = (Σ 1, −Σ |x − c|).
+    """
     return Conjugate("LaplaceRate", Gamma(), _REAL, lambda x: _sum(1.0, -(x - centre).abs()))
 
 
 def GaussianPrecision(mean: float = 0.0) -> Conjugate:
-    """N(m, 1/z) with a known ``mean`` m: u = ½, w = ½(x − m)²."""
+    """The likelihood of normal data with known mean, for an unknown precision with gamma prior.
+
+    Args:
+        mean: The known mean m.
+
+    Method:
+        N(m, 1/z): λ = (Σ ½, −Σ ½(x − m)²).
+    """
     return Conjugate("GaussianPrecision", Gamma(), _REAL, lambda x: _sum(0.5, -0.5 * (x - mean).square()))
 
 
 def LogNormalPrecision(mean: float = 0.0) -> Conjugate:
-    """log x ~ N(m, 1/z) with a known ``mean`` m of the logarithm: u = ½, w = ½(log x − m)²."""
+    """The likelihood of log-normal data with known mean of the logarithm, for its precision.
+
+    Args:
+        mean: The known mean m of log x.
+
+    Method:
+        log x ~ N(m, 1/z): λ = (Σ ½, −Σ ½(log x − m)²).
+    """
     return Conjugate("LogNormalPrecision", Gamma(), _POSITIVE, lambda x: _sum(0.5, -0.5 * (x.log() - mean).square()))
 
 
 def InverseGaussianShape(mean: float = 1.0) -> Conjugate:
-    """p(x | z) = √(z/2πx³) exp(−z(x − m)²/2m²x) with a known ``mean`` m: u = ½, w = (x − m)²/2m²x."""
+    """The likelihood of inverse Gaussian data with known mean, for an unknown shape.
+
+    Args:
+        mean: The known mean m.
+
+    Method:
+        p(x | z) = √(z/2πx³) exp(−z(x − m)²/2m²x): λ = (Σ ½, −Σ (x − m)²/2m²x).
+    """
     check_positive(mean, "InverseGaussianShape(mean=…)")
     name = "InverseGaussianShape"
     return Conjugate(name, Gamma(), _POSITIVE, lambda x: _sum(0.5, -(x - mean).square() / (2 * mean**2 * x)))
 
 
 def GaussianPrecisionMatrix(mean: Tensor) -> Conjugate:
-    """N(m, z⁻¹) with a known ``mean`` m [d] and a Wishart prior, t = (log|z|, −½vec z): λ = (n/2, Σ δδᵀ), δ = x − m."""
+    """The likelihood of normal vectors with known mean, for an unknown precision matrix.
+
+    Args:
+        mean: The known mean m [d].
+
+    Method:
+        N(m, z⁻¹), t = (log|z|, −½vec z): λ = (n/2, Σ δδᵀ), δ = x − m.
+    """
 
     def total(x: Tensor) -> Tensor:
         check_event("GaussianPrecisionMatrix", tuple(mean.shape), x)

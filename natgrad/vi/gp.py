@@ -61,11 +61,19 @@ class Stationary(Covariance):
 
 @final
 class SquaredExponential(Stationary):
-    """σ² exp(−‖x − y‖²/2ℓ²).
+    """The squared-exponential covariance of a Gaussian process, for very smooth functions.
 
-    >>> k = SquaredExponential(lengthscale=2.0)
-    >>> k(torch.tensor([[0.0]]), torch.tensor([[0.0], [2.0]])).detach()
-    tensor([[1.0000, 0.6065]])
+    Args:
+        lengthscale: The first ℓ, one number or one for each input; it is a parameter.
+        variance: The first σ²; it is a parameter.
+
+    Method:
+        σ² exp(−‖x − y‖²/2ℓ²).
+
+    Example:
+        >>> k = SquaredExponential(lengthscale=2.0)
+        >>> k(torch.tensor([[0.0]]), torch.tensor([[0.0], [2.0]])).detach()
+        tensor([[1.0000, 0.6065]])
     """
 
     def profile(self, u: Tensor) -> Tensor:
@@ -77,10 +85,19 @@ class SquaredExponential(Stationary):
 
 @final
 class Matern(Stationary):
-    """σ² times the Sobolev kernel of smoothness ν (``functionspace.SobolevKernel``) at √(2ν)‖x − y‖/ℓ.
+    """The Matérn covariance of a Gaussian process, for functions of any smoothness.
 
-    >>> Matern(0.5, lengthscale=2.0)(torch.tensor([[0.0]]), torch.tensor([[2.0]])).detach()  # e^{−1}
-    tensor([[0.3679]])
+    Args:
+        nu: The smoothness ν > 0: ½ for rough functions, 3/2 and 5/2 for smoother ones, or any other number.
+        lengthscale: The first ℓ, one number or one for each input; it is a parameter.
+        variance: The first σ²; it is a parameter.
+
+    Method:
+        σ² times the Sobolev kernel of smoothness ν (``functionspace.SobolevKernel``) at √(2ν)‖x − y‖/ℓ.
+
+    Example:
+        >>> Matern(0.5, lengthscale=2.0)(torch.tensor([[0.0]]), torch.tensor([[2.0]])).detach()  # e^{−1}
+        tensor([[0.3679]])
     """
 
     def __init__(self, nu: float, lengthscale: float | Tensor = 1.0, variance: float = 1.0) -> None:
@@ -94,21 +111,30 @@ class Matern(Stationary):
 
 @final
 class SparseGP(LatentGaussian):
-    """f ~ GP(0, k) summarised by its values u at m inducing points, y_n ~ p(y | f(x_n)).
+    """A Gaussian process with inducing points, for regression and classification of many data.
 
-    See Titsias (2009) and Hensman et al. (2015). With u = L v, L Lᵀ = k(z, z), the prior of v is N(0, 1),
-    a_n = L⁻¹k(z, x_n), and r_n = k(x_n, x_n) − ‖a_n‖². The steps are those of ``LatentGaussian``. Hyperparameters (of
-    the kernel, the likelihood, and the inducing points) are parameters of the module: ``learn`` them, or descend
-    ``-elbo`` in them with any optimizer between the steps.
+    Hyperparameters (of the kernel, the likelihood, and the inducing points) are parameters of the module: ``learn``
+    them, or descend ``-elbo`` in them with any optimizer between the steps.
 
-    ``jitter`` times the largest entry of the diagonal of k(z, z) is added to that diagonal.
+    Args:
+        kernel: The covariance function, such as ``SquaredExponential()`` or ``Matern(2.5)``.
+        likelihood: How a datum depends on the function, such as ``GaussianNoise()`` or ``BernoulliLogit()``.
+        inducing: The m points [m *shape] that summarise the function.
+        jitter: This number times the largest entry of the diagonal of k(z, z) is added to that diagonal.
 
-    >>> import torch, natgrad as ng
-    >>> x = torch.linspace(0, 1, 20).unsqueeze(1)
-    >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.3), ng.vi.GaussianNoise(0.01), inducing=x[::4])
-    >>> before = gp.elbo(x, x[:, 0].sin())
-    >>> gp.step(x, x[:, 0].sin()).reason is None and bool(gp.elbo(x, x[:, 0].sin()) > before)
-    True
+    Method:
+        f ~ GP(0, k) summarised by its values u at m inducing points, y_n ~ p(y | f(x_n)).
+
+        See Titsias (2009) and Hensman et al. (2015). With u = L v, L Lᵀ = k(z, z), the prior of v is N(0, 1), a_n =
+        L⁻¹k(z, x_n), and r_n = k(x_n, x_n) − ‖a_n‖². The steps are those of ``LatentGaussian``.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> x = torch.linspace(0, 1, 20).unsqueeze(1)
+        >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.3), ng.vi.GaussianNoise(0.01), inducing=x[::4])
+        >>> before = gp.elbo(x, x[:, 0].sin())
+        >>> gp.step(x, x[:, 0].sin()).reason is None and bool(gp.elbo(x, x[:, 0].sin()) > before)
+        True
     """
 
     def __init__(self, kernel: Covariance, likelihood: Likelihood, inducing: Tensor, jitter: float = 1e-6) -> None:

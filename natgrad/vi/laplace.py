@@ -39,7 +39,12 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 @final
 @dataclass(frozen=True)
 class Predictive:
-    """The outputs as Gaussians: a mean [n *out] and, for every example, a covariance [n d d] of its d outputs."""
+    """The outputs of a model with their uncertainty, as Gaussians.
+
+    Attributes:
+        mean: The means [n *out].
+        covariance: For every example, the covariance [n d d] of its d outputs.
+    """
 
     mean: Tensor
     covariance: Tensor
@@ -70,39 +75,52 @@ class SharedSpectrum:
 
 @final
 class Laplace:
-    """p(θ | data) ≈ N(θ*, (N·G + δ)⁻¹) at the mode θ* of the posterior (MacKay 1992; Daxberger et al. 2021).
+    """A Gaussian posterior around a trained model: error bars without another training.
 
-    G is the metric of ``metric`` in any ``structure`` (by default ``Dense()``), the mean over the N examples of ``x``:
-    one batch, or a ``DataLoader`` of x or of pairs (x, target). δ is the precision of the prior N(0, 1/δ). With a
-    Fisher metric N·G is the generalised Gauss–Newton matrix of −Σ_n log p(t_n | y_n), the *sum* over the examples; for
-    a linear model with a Gaussian likelihood it is the Hessian, and the posterior exact. The model must be trained with
-    the same prior:
+    The model must be trained with the same prior; ``prior_precision`` says which that is. The parameters of the model
+    are copied, and never changed. ``with_prior`` and ``tuned`` try other priors without estimating the metric again.
 
-    - a sum, −Σ log p + (c/2)‖θ‖²: δ = c;
-    - a mean, −(1/N) Σ log p + (c/2)‖θ‖² (``F.cross_entropy`` with weight decay c): δ = N·c;
-    - ``nn.MSELoss()`` + (c/2)‖θ‖² is a mean over the D outputs too, of 2σ²/D times −log p of ``Gaussian(scale=σ)``:
-      δ = N·c·D/(2σ²).
+    Args:
+        model: The trained module, or a ``Model``.
+        x: The training inputs: one batch, or a ``DataLoader`` of x or of pairs (x, target).
+        metric: A Fisher metric, or the loss that was trained, taken as −log p of one term; see below.
+        structure: How the metric is held; ``Dense()`` by default, ``Kronecker()`` for large networks. ``Implicit``
+            needs one CG solve per sample, and has no determinant. ``EigenKronecker`` reads a loader with several
+            batches twice.
+        prior_precision: δ of the prior N(0, 1/δ), a number or a tensor with one number. Where it requires a gradient,
+            ``log_marginal_likelihood`` is differentiable in it; samples and predictions take its value.
+        target: The targets of x, for a metric that needs them.
+        generator: Where random numbers come from; without one, from torch's global generator.
 
-    A loss in the place of the metric is −log p of one term, up to constants: it is summed over all examples and terms
-    that count, whatever its reduction, as torch does with ``reduction="sum"``. So ``nn.MSELoss()`` is Σ(y − t)², of
-    σ² = ½; trained as a mean over the N·D outputs, + (c/2)‖θ‖², it has δ = N·D·c. A loss that is none of torch's is
-    taken for a mean over the examples, or for their sum if it is a module or a ``functools.partial`` with
-    ``reduction="sum"``. With a loss for every head, the outputs [n d] are the heads side by side.
+    Method:
+        p(θ | data) ≈ N(θ*, (N·G + δ)⁻¹) at the mode θ* of the posterior, G the mean over the N examples (MacKay 1992;
+        Daxberger et al. 2021). With a Fisher metric N·G is the generalised Gauss–Newton matrix of −Σ_n log p(t_n |
+        y_n), the *sum* over the examples. For a linear model with a Gaussian likelihood it is the Hessian, and the
+        posterior exact.
 
-    δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
-    it; samples and predictions take its value. So may σ of a Gaussian likelihood, in ``with_noise``. A metric with
-    ``reduction="mean"`` counts the terms of an example as one. ``Implicit`` needs one CG solve per sample, and has no
-    determinant. ``EigenKronecker`` reads a loader with more than one batch twice, first for the eigenvectors of all
-    examples and then for the eigenvalues, at twice the cost. The parameters of the model are copied, and never changed.
+        The precision δ that belongs to the loss that was trained:
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model, x = nn.Linear(2, 1), torch.randn(20, 2)
-    >>> posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=0.1)), prior_precision=2.0)
-    >>> posterior.sample(7)["weight"].shape
-    torch.Size([7, 1, 2])
-    >>> posterior.predictive(torch.randn(3, 2)).variance.shape
-    torch.Size([3, 1])
+        - a sum, −Σ log p + (c/2)‖θ‖²: δ = c;
+        - a mean, −(1/N) Σ log p + (c/2)‖θ‖² (``F.cross_entropy`` with weight decay c): δ = N·c;
+        - ``nn.MSELoss()`` + (c/2)‖θ‖² is a mean over the D outputs too, of 2σ²/D times −log p of ``Gaussian(scale=σ)``:
+          δ = N·c·D/(2σ²).
+
+        A loss in the place of the metric is summed over all examples and terms that count, whatever its reduction. So
+        ``nn.MSELoss()`` is Σ(y − t)², of σ² = ½; trained as a mean over the N·D outputs, + (c/2)‖θ‖², it has δ = N·D·c.
+
+        A loss that is none of torch's is taken for a mean over the examples, or for their sum if it is a module or a
+        ``functools.partial`` with ``reduction="sum"``. With a loss for every head, the outputs [n d] are the heads side
+        by side. A metric with ``reduction="mean"`` counts the terms of an example as one.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model, x = nn.Linear(2, 1), torch.randn(20, 2)
+        >>> posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=0.1)), prior_precision=2.0)
+        >>> posterior.sample(7)["weight"].shape
+        torch.Size([7, 1, 2])
+        >>> posterior.predictive(torch.randn(3, 2)).variance.shape
+        torch.Size([3, 1])
     """
 
     _prior: float | Tensor

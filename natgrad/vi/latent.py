@@ -28,10 +28,18 @@ _log = logging.getLogger("natgrad")
 @final
 @dataclass(frozen=True)
 class Step:
-    """A step of size ρ that was ``asked`` for, and the one that was ``taken``: shorter where it would leave the domain.
+    """The size of a variational step, as it was asked for and as it was taken.
 
-    >>> Step(1.0, torch.tensor(0.25), "the precision must be positive definite").reason
-    'shortened from 1 to 0.25: the precision must be positive definite'
+    A step is shorter than asked where it would leave the domain.
+
+    Attributes:
+        asked: ρ.
+        taken: The size that was taken, [] or [*batch], on the device: nobody has to wait for it.
+        bound: The bound that shortened it.
+
+    Example:
+        >>> Step(1.0, torch.tensor(0.25), "the precision must be positive definite").reason
+        'shortened from 1 to 0.25: the precision must be positive definite'
     """
 
     asked: float
@@ -86,18 +94,26 @@ class Belief:
 
 
 class LatentGaussian(nn.Module, ABC):
-    """y_n ~ p(y | f_n), f_n = a_nᵀv + ε_n, with the prior v ~ N(0, 1) and q(v) = N(μ, Λ⁻¹):
+    """The base class of models with a Gaussian latent vector, stepped by natural gradient.
 
-        ELBO = Σ_n E_q log p(y_n | f_n) − KL(q(v) ‖ N(0, 1)).
+    ``SparseGP`` and ``BayesianLinear`` are such models; ``ascend`` and ``learn`` fit them.
 
-    The natural gradient in (Λμ, −½Λ) is the plain gradient in the mean parameters (Grosse 2021), which needs two
-    numbers per datum, ġ_n = ∂E_n/∂μ_n and v̇_n = ∂E_n/∂v_n (Khan & Lin 2017; Salimbeni et al. 2018):
+    Args:
+        likelihood: How a datum depends on its latent function value.
+        like: A tensor [m] with the size, precision and device of the latent vector v.
 
-        Λ  ← (1 − ρ) Λ  + ρ (1 + Σ_n (−2v̇_n) a_n a_nᵀ)
-        Λμ ← (1 − ρ) Λμ + ρ Σ_n (ġ_n − 2v̇_n μ_n) a_n
+    Method:
+        y_n ~ p(y | f_n), f_n = a_nᵀv + ε_n, with the prior v ~ N(0, 1) and q(v) = N(μ, Λ⁻¹):
 
-    For Gaussian noise ρ = 1 is the optimum, whatever q was. A step reads its data and its factorisations, and so waits
-    for the device.
+            ELBO = Σ_n E_q log p(y_n | f_n) − KL(q(v) ‖ N(0, 1)).
+
+        The natural gradient in (Λμ, −½Λ) is the plain gradient in the mean parameters (Grosse 2021), which needs two
+        numbers per datum, ġ_n = ∂E_n/∂μ_n and v̇_n = ∂E_n/∂v_n (Khan & Lin 2017; Salimbeni et al. 2018):
+
+            Λ  ← (1 − ρ) Λ  + ρ (1 + Σ_n (−2v̇_n) a_n a_nᵀ) Λμ ← (1 − ρ) Λμ + ρ Σ_n (ġ_n − 2v̇_n μ_n) a_n
+
+        For Gaussian noise ρ = 1 is the optimum, whatever q was. A step reads its data and its factorisations, and so
+        waits for the device.
     """
 
     def __init__(self, likelihood: Likelihood, like: Tensor) -> None:
@@ -211,7 +227,12 @@ def _scale(y: Tensor, total: int | None) -> float:
 @final
 @dataclass(frozen=True)
 class Ascent:
-    """The bound before the first step and after every one, and the steps."""
+    """What ``ascend`` returns: the evidence bound after every step, and the steps.
+
+    Attributes:
+        elbo: The bound before the first step and after every one, in nats.
+        steps: The steps, as they were asked for and taken.
+    """
 
     elbo: tuple[float, ...]
     steps: tuple[Step, ...]
@@ -226,17 +247,29 @@ class Ascent:
 def ascend(
     model: LatentGaussian, x: Tensor, y: Tensor, *, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
 ) -> Ascent:
-    """Step q(v) with fixed hyperparameters until a step gains less than ``tolerance`` nats. The bound never falls.
+    """Fit the posterior of a Gaussian process or linear model, with fixed hyperparameters.
 
-    A step that would lower the bound is halved, and says so. With Gaussian noise the first step is the optimum
-    (Titsias 2009), and the second one only confirms it.
+    The bound never falls: a step that would lower it is halved, and says so. With Gaussian noise the first step is the
+    optimum (Titsias 2009), and the second one only confirms it.
 
-    >>> import torch, natgrad as ng
-    >>> x = torch.linspace(0, 1, 30).unsqueeze(1)
-    >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.3), ng.vi.BernoulliLogit(), inducing=x[::5])
-    >>> ascent = ng.vi.ascend(gp, x, (x[:, 0] > 0.5).float())
-    >>> ascent.elbo[-1] > ascent.elbo[0] and len(ascent.steps) < 20
-    True
+    Args:
+        model: The ``SparseGP``, ``BayesianLinear``, or other ``LatentGaussian``.
+        x: The inputs of all data.
+        y: The targets [n].
+        rate: The size ρ of the steps, in (0, 1].
+        tolerance: Stop when a step gains fewer nats than this.
+        steps: The most steps to take.
+
+    Returns:
+        The bounds and the steps, an ``Ascent``.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> x = torch.linspace(0, 1, 30).unsqueeze(1)
+        >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(0.3), ng.vi.BernoulliLogit(), inducing=x[::5])
+        >>> ascent = ng.vi.ascend(gp, x, (x[:, 0] > 0.5).float())
+        >>> ascent.elbo[-1] > ascent.elbo[0] and len(ascent.steps) < 20
+        True
     """
     y = model.checked(x, y)
     at = model.project(x)
@@ -285,18 +318,31 @@ def ascend_at(
 def learn(
     model: LatentGaussian, x: Tensor, y: Tensor, *, steps: int = 50, tolerance: float = 1e-2, rate: float = 1.0
 ) -> tuple[float, ...]:
-    """Maximise max_q ELBO over the parameters of the model that require a gradient; the bound after every evaluation.
+    """Learn the hyperparameters of a Gaussian process or linear model from data.
 
-    At the maximum over q the gradient of max_q ELBO is that of the ELBO with q fixed. So q is stepped by natural
-    gradient until a step gains less than ``tolerance`` nats (one step, with Gaussian noise), and L-BFGS moves the
-    hyperparameters. It ends after about ``steps`` evaluations, or when no entry of the gradient exceeds ``tolerance``.
+    Args:
+        model: The model; its parameters that require a gradient are learned.
+        x: The inputs of all data.
+        y: The targets [n].
+        steps: About how many evaluations of the bound to spend.
+        tolerance: Stop when no entry of the gradient exceeds this; also the nats at which steps of q end.
+        rate: The size ρ of the steps of q.
 
-    >>> import torch, natgrad as ng
-    >>> x = torch.linspace(0, 1, 20).unsqueeze(1)
-    >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(1.0), ng.vi.GaussianNoise(1.0), inducing=x[::4])
-    >>> bounds = ng.vi.learn(gp, x, (6 * x[:, 0]).sin(), steps=20)
-    >>> bounds[-1] > bounds[0] + 20
-    True
+    Returns:
+        The bound after every evaluation, in nats.
+
+    Method:
+        It maximises max_q ELBO. At the maximum over q the gradient of max_q ELBO is that of the ELBO with q fixed. So q
+        is stepped by natural gradient until a step gains less than ``tolerance`` nats (one step, with Gaussian noise),
+        and L-BFGS moves the hyperparameters.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> x = torch.linspace(0, 1, 20).unsqueeze(1)
+        >>> gp = ng.vi.SparseGP(ng.vi.SquaredExponential(1.0), ng.vi.GaussianNoise(1.0), inducing=x[::4])
+        >>> bounds = ng.vi.learn(gp, x, (6 * x[:, 0]).sin(), steps=20)
+        >>> bounds[-1] > bounds[0] + 20
+        True
     """
     y = model.checked(x, y)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -340,17 +386,26 @@ def _warn_of_gap(model: LatentGaussian, at: Projection, y: Tensor) -> None:
 
 @final
 class BayesianLinear(LatentGaussian):
-    """y_n ~ p(y | f_n), f_n = x_nᵀw, with the prior w ~ N(0, 1/δ): v = √δ w, a_n = x_n/√δ, r_n = 0.
+    """Bayesian linear and logistic regression: a posterior over the weights of a linear model.
 
     Bayesian logistic regression is the likelihood ``BernoulliLogit()``. There is no bias: append a column of ones to x.
 
-    >>> import torch, natgrad as ng
-    >>> x = torch.tensor([[1.0, -2.0], [1.0, -1.0], [1.0, 1.0], [1.0, 2.0]])
-    >>> model = ng.vi.BayesianLinear(ng.vi.BernoulliLogit(), features=2, prior_precision=1.0)
-    >>> ascent = ng.vi.ascend(model, x, torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    >>> mean, covariance = model.posterior()
-    >>> mean.shape, bool(mean[1] > 0.5)
-    (torch.Size([2]), True)
+    Args:
+        likelihood: How a target depends on the linear function, such as ``GaussianNoise()``.
+        features: The number d of columns of x.
+        prior_precision: δ of the prior w ~ N(0, 1/δ).
+
+    Method:
+        y_n ~ p(y | f_n), f_n = x_nᵀw, with the prior w ~ N(0, 1/δ): v = √δ w, a_n = x_n/√δ, r_n = 0.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> x = torch.tensor([[1.0, -2.0], [1.0, -1.0], [1.0, 1.0], [1.0, 2.0]])
+        >>> model = ng.vi.BayesianLinear(ng.vi.BernoulliLogit(), features=2, prior_precision=1.0)
+        >>> ascent = ng.vi.ascend(model, x, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+        >>> mean, covariance = model.posterior()
+        >>> mean.shape, bool(mean[1] > 0.5)
+        (torch.Size([2]), True)
     """
 
     def __init__(self, likelihood: Likelihood, features: int, prior_precision: float = 1.0) -> None:

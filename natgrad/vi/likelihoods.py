@@ -44,11 +44,18 @@ class Likelihood(nn.Module, ABC):
 
 @final
 class GaussianNoise(Likelihood):
-    """y = f + ε, ε ~ N(0, σ²): conjugate, so that one step of size 1 is exact. The parameter is log σ².
+    """The likelihood of real data with normal noise, for regression.
 
-    >>> noise = GaussianNoise(variance=0.5)
-    >>> noise.slopes(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]))
-    (tensor([2.]), tensor([-1.]))
+    Args:
+        variance: The first σ² of the noise; the parameter that ``learn`` moves is log σ².
+
+    Method:
+        y = f + ε, ε ~ N(0, σ²): conjugate, so that one step of size 1 is exact.
+
+    Example:
+        >>> noise = GaussianNoise(variance=0.5)
+        >>> noise.slopes(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]))
+        (tensor([2.]), tensor([-1.]))
     """
 
     def __init__(self, variance: float = 1.0) -> None:
@@ -70,7 +77,11 @@ class GaussianNoise(Likelihood):
 
 @final
 class PoissonCounts(Likelihood):
-    """Counts with rate e^f: E log p = yμ − e^{μ + v/2} − log y!, in closed form."""
+    """The likelihood of counts whose log-rate is the latent function.
+
+    Method:
+        Rate e^f: E log p = yμ − e^{μ + v/2} − log y!, in closed form.
+    """
 
     def check(self, y: Tensor) -> None:
         _check_support(y, (y >= 0) & (y == y.round()) & y.isfinite(), "is not a count 0, 1, 2, …")
@@ -85,12 +96,18 @@ class PoissonCounts(Likelihood):
 
 
 class Quadrature(Likelihood):
-    """Any log p(y | f), by Gauss–Hermite quadrature with ``nodes`` points: exact for polynomials of degree 2·nodes − 1.
+    """The base class of likelihoods whose expectations are sums over a few points.
 
-    A log p that bends within √v (Student's t with a small scale) needs more nodes: ``gap`` compares with twice as many,
-    and ``ascend`` and ``learn`` warn of a large one. With any number of nodes the slopes are the derivatives of the sum
-    that ``expected`` is, so that a step ascends the bound that is reported. Subclasses define ``log_density``;
-    ``derivatives`` are taken by autograd unless they are overridden.
+    Subclasses define ``log_density``; ``derivatives`` are taken by autograd unless they are overridden. A log p that
+    bends within √v (Student's t with a small scale) needs more nodes: ``gap`` compares with twice as many, and
+    ``ascend`` and ``learn`` warn of a large one.
+
+    Args:
+        nodes: The number of points: exact for polynomials of degree 2·nodes − 1.
+
+    Method:
+        Gauss–Hermite quadrature. With any number of nodes the slopes are the derivatives of the sum that ``expected``
+        is, so that a step ascends the bound that is reported.
     """
 
     def __init__(self, nodes: int = 20) -> None:
@@ -141,10 +158,17 @@ class Quadrature(Likelihood):
 
 @final
 class BernoulliLogit(Quadrature):
-    """Labels 0 and 1 with P(1 | f) = 1/(1 + e^{−f}): Gaussian-process classification, logistic regression.
+    """The likelihood of labels 0 and 1, for classification.
 
-    >>> BernoulliLogit().expected(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]))
-    tensor([-0.6931])
+    Args:
+        nodes: The number of points of the quadrature.
+
+    Method:
+        P(1 | f) = 1/(1 + e^{−f}), as in logistic regression.
+
+    Example:
+        >>> BernoulliLogit().expected(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]))
+        tensor([-0.6931])
     """
 
     def check(self, y: Tensor) -> None:
@@ -160,9 +184,16 @@ class BernoulliLogit(Quadrature):
 
 @final
 class StudentNoise(Quadrature):
-    """y = f + ε with heavy tails, ε/s from Student's t with ν degrees of freedom: regression with outliers.
+    """The likelihood of real data with heavy-tailed noise, for regression with outliers.
 
-    log p is not concave: the precision of an example far from f is negative, and steps may have to be shortened.
+    Args:
+        degrees: ν, the degrees of freedom; small numbers have heavy tails.
+        scale: s, the scale of the noise.
+        nodes: The number of points of the quadrature.
+
+    Method:
+        y = f + ε, with ε/s from Student's t with ν degrees of freedom. log p is not concave: the precision of an
+        example far from f is negative, and steps may have to be shortened.
     """
 
     def __init__(self, degrees: float, scale: float = 1.0, nodes: int = 20) -> None:

@@ -30,12 +30,16 @@ class Link(ABC):
 @final
 @dataclass(frozen=True)
 class Probit(Link):
-    """σ(μ/√(1 + πv/8)): as if σ(y) were the Gaussian distribution function Φ(y√(π/8)), which has the same slope at 0.
+    """Class probabilities from Gaussian logits by MacKay's rescaling of the logits.
 
-    (Spiegelhalter and Lauritzen 1990.) For several classes softmax(μ_k/√(1 + πΣ_kk/8)), without the covariances.
+    Method:
+        σ(μ/√(1 + πv/8)): as if σ(y) were the Gaussian distribution function Φ(y√(π/8)), which has the same slope at 0.
 
-    >>> Probit().sigmoid(torch.tensor([2.0]), torch.tensor([8 * 3 / torch.pi]))  # σ(2/√4)
-    tensor([0.7311])
+        (Spiegelhalter and Lauritzen 1990.) For several classes softmax(μ_k/√(1 + πΣ_kk/8)), without the covariances.
+
+    Example:
+        >>> Probit().sigmoid(torch.tensor([2.0]), torch.tensor([8 * 3 / torch.pi]))  # σ(2/√4)
+        tensor([0.7311])
     """
 
     def softmax(self, mean: Tensor, covariance: Tensor) -> Tensor:
@@ -48,18 +52,21 @@ class Probit(Link):
 @final
 @dataclass(frozen=True)
 class Bridge(Link):
-    """Laplace's bridge: the mean of the Dirichlet distribution whose Laplace approximation in the logits is N(μ, Σ).
+    """Class probabilities from Gaussian logits by Laplace's bridge, without sampling.
 
-    With μ and Σ conditioned on logits of sum zero (MacKay 1998; Hobbhahn et al. 2022, (6)),
+    Method:
+        The mean of the Dirichlet distribution whose Laplace approximation in the logits is N(μ, Σ), with μ and Σ
+        conditioned on logits of sum zero (MacKay 1998; Hobbhahn et al. 2022, (6)),
 
-        p_k ∝ α_k = (1 − 2/c + e^{μ_k} Σ_l e^{−μ_l}/c²)/Σ_kk.
+            p_k ∝ α_k = (1 − 2/c + e^{μ_k} Σ_l e^{−μ_l}/c²)/Σ_kk.
 
-    For two classes this is softmax(μ), whatever Σ is.
+        For two classes this is softmax(μ), whatever Σ is.
 
-    >>> sure, vague = 0.1 * torch.eye(3), torch.diag(torch.tensor([10.0, 0.1, 0.1]))
-    >>> mean = torch.tensor([1.0, 0.0, 0.0])
-    >>> bool(Bridge().softmax(mean, vague)[0] < Bridge().softmax(mean, sure)[0])
-    True
+    Example:
+        >>> sure, vague = 0.1 * torch.eye(3), torch.diag(torch.tensor([10.0, 0.1, 0.1]))
+        >>> mean = torch.tensor([1.0, 0.0, 0.0])
+        >>> bool(Bridge().softmax(mean, vague)[0] < Bridge().softmax(mean, sure)[0])
+        True
     """
 
     def softmax(self, mean: Tensor, covariance: Tensor) -> Tensor:
@@ -84,11 +91,16 @@ class Bridge(Link):
 @final
 @dataclass(frozen=True)
 class MonteCarlo(Link):
-    """The mean over ``samples`` of y, drawn with ``generator``; without it the global random stream is not touched.
+    """Class probabilities from Gaussian logits as a mean over samples.
 
-    >>> p = MonteCarlo(100).softmax(torch.zeros(5, 3), torch.eye(3).expand(5, 3, 3))
-    >>> p.shape, torch.allclose(p.sum(1), torch.ones(5))
-    (torch.Size([5, 3]), True)
+    Args:
+        samples: The number of samples of the logits.
+        generator: Where random numbers come from; without one, the global random stream is not touched.
+
+    Example:
+        >>> p = MonteCarlo(100).softmax(torch.zeros(5, 3), torch.eye(3).expand(5, 3, 3))
+        >>> p.shape, torch.allclose(p.sum(1), torch.ones(5))
+        (torch.Size([5, 3]), True)
     """
 
     samples: int = 1000

@@ -42,7 +42,12 @@ _DRAWS = 64  # samples of the trace beyond that
 @final
 @dataclass(frozen=True)
 class Prior:
-    """The prior θ ~ N(0, 1/δ) with ``precision`` δ, and the number N of all training ``examples``."""
+    """The Gaussian prior of a variational network, and the size of its training set.
+
+    Args:
+        precision: δ of the prior θ ~ N(0, 1/δ).
+        examples: N, the number of all training examples.
+    """
 
     precision: float
     examples: int
@@ -61,7 +66,12 @@ class Prior:
 @final
 @dataclass(frozen=True)
 class Rates:
-    """Step sizes in (0, 1]: α of the mean, β of the precision. Both are 1 in a step that is exact for linear models."""
+    """The step sizes of a variational network, for its mean and for its precision.
+
+    Args:
+        mean: α of the mean, in (0, 1].
+        precision: β of the precision, in (0, 1]. Both are 1 in a step that is exact for linear models.
+    """
 
     mean: float = 0.1
     precision: float = 0.1
@@ -73,29 +83,41 @@ class Rates:
 
 @final
 class VariationalNetwork:
-    """q(θ) = N(μ, (N·G + δ)⁻¹) for the parameters of a network, stepped by natural gradient.
+    """Train a Gaussian distribution over the weights of a network, by natural gradient.
 
-    In the natural parameters of a Gaussian the natural gradient of the ELBO is its gradient in the mean parameters
-    (Grosse 2021); with the Gauss–Newton matrix N·G for the Hessian of Σ −log p, a step is (Khan et al. 2018)
+    Between steps the model's parameters are the means μ. ``Diagonal`` with ``Empirical`` is VOGN, ``Kronecker`` with
+    ``Fisher`` is noisy K-FAC (Zhang et al. 2018).
 
-        Λ ← (1 − β) Λ + β E_q[N·G(θ) + δ],    μ ← μ − α Λ⁻¹ (N E_q[∇ℓ(θ)] + δ μ),
+    Args:
+        model: The network to train.
+        metric: The metric of the outputs, or the loss.
+        structure: How the metric is held, in any structure that can be drawn from. ``EigenKronecker`` is measured in
+            the eigenvectors of the last Λ, and carried to those of the new one.
+        prior: The prior of the weights, and the number of training examples.
+        rates: The step sizes; 0.1 for mean and precision by default.
+        pairs: Expectations are means over this many pairs of samples μ ± ε: terms that are odd in ε cancel, and linear
+            models are exact.
+        generator: Where random numbers come from; without one, from torch's global generator.
 
-    ℓ the mean of −log p over the examples. G is in any structure that can be drawn from: ``Diagonal`` with
-    ``Empirical`` is VOGN, ``Kronecker`` with ``Fisher`` is noisy K-FAC (Zhang et al. 2018). As G ⪰ 0, Λ ⪰ (1 − β)Λ + βδ
-    after every step: no step can leave the domain, and none has to be shortened.
+    Method:
+        q(θ) = N(μ, (N·G + δ)⁻¹). In the natural parameters of a Gaussian the natural gradient of the ELBO is its
+        gradient in the mean parameters (Grosse 2021); with the Gauss–Newton matrix N·G for the Hessian of Σ −log p, a
+        step is (Khan et al. 2018)
 
-    Expectations are means over ``pairs`` of samples μ ± ε: terms that are odd in ε cancel, and linear models are
-    exact. The first step, before there is a Λ, is taken at μ itself. Between steps the model's parameters are μ.
-    ``EigenKronecker`` is measured in the eigenvectors of the last Λ, and carried to those of the new one.
+            Λ ← (1 − β) Λ + β E_q[N·G(θ) + δ],    μ ← μ − α Λ⁻¹ (N E_q[∇ℓ(θ)] + δ μ),
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model, x, y = nn.Linear(2, 1), torch.randn(20, 2), torch.randn(20, 1)
-    >>> metric, prior = ng.Fisher(ng.Gaussian()), ng.vi.Prior(precision=1.0, examples=20)
-    >>> net = ng.vi.VariationalNetwork(model, metric, ng.Kronecker(), prior, rates=ng.vi.Rates(1.0, 1.0))
-    >>> loss = net.step(x, y, lambda out, y: 0.5 * (out - y).square().sum(1).mean())
-    >>> net.outputs(x, samples=5).shape
-    torch.Size([5, 20, 1])
+        ℓ the mean of −log p over the examples. As G ⪰ 0, Λ ⪰ (1 − β)Λ + βδ after every step: no step can leave the
+        domain, and none has to be shortened. The first step, before there is a Λ, is taken at μ itself.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model, x, y = nn.Linear(2, 1), torch.randn(20, 2), torch.randn(20, 1)
+        >>> metric, prior = ng.Fisher(ng.Gaussian()), ng.vi.Prior(precision=1.0, examples=20)
+        >>> net = ng.vi.VariationalNetwork(model, metric, ng.Kronecker(), prior, rates=ng.vi.Rates(1.0, 1.0))
+        >>> loss = net.step(x, y, lambda out, y: 0.5 * (out - y).square().sum(1).mean())
+        >>> net.outputs(x, samples=5).shape
+        torch.Size([5, 20, 1])
     """
 
     def __init__(

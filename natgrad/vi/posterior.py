@@ -44,10 +44,16 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Estimator(ABC):
-    """An estimator of ∇_ξ E_q ℓ from ``samples`` of q. ℓ maps z [s *batch *event] to [s *batch].
+    """The base class of estimators of the gradient of an expected log-density.
 
-    ``control``: c with ℓ ≈ ⟨c, t⟩ + constant. The gradient of ⟨c, t⟩ is c, exactly, and only the remainder
-    ℓ − ⟨c, t⟩ is estimated: where the family contains the posterior, the noise vanishes at the optimum.
+    Args:
+        samples: The number of samples of q that an estimate takes.
+
+    Method:
+        It estimates ∇_ξ E_q ℓ, where ℓ maps z [s *batch *event] to [s *batch].
+
+        ``control``: c with ℓ ≈ ⟨c, t⟩ + constant. The gradient of ⟨c, t⟩ is c, exactly, and only the remainder ℓ − ⟨c,
+        t⟩ is estimated: where the family contains the posterior, the noise vanishes at the optimum.
     """
 
     samples: int
@@ -82,13 +88,20 @@ class Estimator(ABC):
 @final
 @dataclass(frozen=True)
 class Score(Estimator):
-    """F⁻¹ Cov(t, ℓ) with the exact F and the sample covariance: the score-function gradient, unbiased.
+    """Estimate the gradient without bias and without derivatives of the log-density.
 
-    >>> from natgrad.families import Poisson
-    >>> at, zero = torch.tensor(0.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    >>> estimate = Score(100000)(Poisson(), at, lambda z: 3.0 * z, zero, torch.Generator().manual_seed(0))
-    >>> bool((estimate.gradient - 3.0).abs() < 0.1)
-    True
+    Args:
+        samples: The number of samples of q.
+
+    Method:
+        F⁻¹ Cov(t, ℓ) with the exact F and the sample covariance: the score-function gradient, unbiased.
+
+    Example:
+        >>> from natgrad.families import Poisson
+        >>> at, zero = torch.tensor(0.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        >>> estimate = Score(100000)(Poisson(), at, lambda z: 3.0 * z, zero, torch.Generator().manual_seed(0))
+        >>> bool((estimate.gradient - 3.0).abs() < 0.1)
+        True
     """
 
     samples: int = 64
@@ -102,16 +115,23 @@ class Score(Estimator):
 @final
 @dataclass(frozen=True)
 class Regression(Estimator):
-    """The least-squares fit of ℓ by t: F and Cov(t, ℓ) from the same samples (Salimans & Knowles 2013).
+    """Estimate the gradient by a least-squares fit of the log-density: little noise, small bias.
 
-    Exact where ℓ is linear in t (a conjugate model), with one sample more than t has independent entries. Elsewhere
-    its bias is O(1/samples), and its noise far below that of ``Score``. In directions of t in which all samples agree
-    (a class that was never drawn) nothing is learned, and the gradient is that of the control.
+    Args:
+        samples: The number of samples of q.
 
-    >>> from natgrad.families import Poisson
-    >>> at, zero = torch.tensor(0.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    >>> Regression(20)(Poisson(), at, lambda z: 3.0 * z, zero).gradient.round(decimals=9)
-    tensor(3., dtype=torch.float64)
+    Method:
+        The fit of ℓ by the statistics t: F and Cov(t, ℓ) from the same samples (Salimans and Knowles 2013).
+
+        Exact where ℓ is linear in t (a conjugate model), with one sample more than t has independent entries. Elsewhere
+        its bias is O(1/samples), and its noise far below that of ``Score``. In directions of t in which all samples
+        agree (a class that was never drawn) nothing is learned, and the gradient is that of the control.
+
+    Example:
+        >>> from natgrad.families import Poisson
+        >>> at, zero = torch.tensor(0.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        >>> Regression(20)(Poisson(), at, lambda z: 3.0 * z, zero).gradient.round(decimals=9)
+        tensor(3., dtype=torch.float64)
     """
 
     samples: int = 64
@@ -140,13 +160,20 @@ class Regression(Estimator):
 @final
 @dataclass(frozen=True)
 class Reparametrised(Estimator):
-    """F⁻¹ E[(∂z/∂η)ᵀ∇ℓ(z)]: the gradient runs through the samples; ℓ must be differentiable, and z continuous.
+    """Estimate the gradient through the samples, for continuous z and differentiable densities.
 
-    >>> from natgrad.families import DiagonalGaussian
-    >>> at = torch.tensor([0.0, 1.0], dtype=torch.float64)  # N(0, 1)
-    >>> estimate = Reparametrised(1000)(DiagonalGaussian(), at, lambda z: 2.0 * z.squeeze(-1), torch.zeros_like(at))
-    >>> bool((estimate.gradient - torch.tensor([2.0, 0.0])).abs().max() < 0.5)
-    True
+    Args:
+        samples: The number of samples of q.
+
+    Method:
+        F⁻¹ E[(∂z/∂η)ᵀ∇ℓ(z)].
+
+    Example:
+        >>> from natgrad.families import DiagonalGaussian
+        >>> at = torch.tensor([0.0, 1.0], dtype=torch.float64)  # N(0, 1)
+        >>> estimate = Reparametrised(1000)(DiagonalGaussian(), at, lambda z: 2.0 * z.squeeze(-1), torch.zeros_like(at))
+        >>> bool((estimate.gradient - torch.tensor([2.0, 0.0])).abs().max() < 0.5)
+        True
     """
 
     samples: int = 16
@@ -194,25 +221,31 @@ def _check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
 @final
 @dataclass(frozen=True)
 class Posterior:
-    """p(z | data) ∝ p(z) exp(⟨λ, t(z)⟩ + ℓ(z)), to be approximated by q in ``family``.
+    """A posterior to approximate: a prior, conjugate data, and any other log-density.
 
-    ``log_density``: ℓ, any function from z [s *batch *event] to [s *batch]. ``prior``: the natural parameters η₀ of
-    p(z) in the family; without a prior, ℓ is the whole log p(data, z). ``sites``: λ of a conjugate likelihood, from
-    ``Conjugate.sites``; it is never sampled.
+    Args:
+        family: The exponential family of the approximation q.
+        log_density: ℓ, any function from z [s *batch *event] to [s *batch].
+        prior: The natural parameters η₀ of p(z) in the family. Without a prior, ℓ is the whole log p(data, z).
+        sites: λ of a conjugate likelihood, from ``Conjugate.sites``; it is never sampled.
 
-    With log p(z) = ⟨η₀, t⟩ + log h − log Z(η₀), the natural gradient of the ELBO in η is its gradient in ξ
-    (Grosse 2021), and a step of size ρ is (Khan & Lin 2017)
+    Method:
+        p(z | data) ∝ p(z) exp(⟨λ, t(z)⟩ + ℓ(z)).
 
-        η ← (1 − ρ) η + ρ η̂,   η̂ = η₀ + λ + ∇_ξ E_q ℓ.
+        With log p(z) = ⟨η₀, t⟩ + log h − log Z(η₀), the natural gradient of the ELBO in η is its gradient in ξ (Grosse
+        2021), and a step of size ρ is (Khan & Lin 2017)
 
-    Without ℓ, η̂ is the exact posterior, whatever η was.
+            η ← (1 − ρ) η + ρ η̂,   η̂ = η₀ + λ + ∇_ξ E_q ℓ.
 
-    >>> import torch, natgrad as ng
-    >>> gamma, data = ng.families.Gamma(), torch.tensor([2.0, 0.0, 4.0])
-    >>> prior = torch.tensor([0.0, -1.0])  # shape 1, rate 1
-    >>> posterior = ng.vi.Posterior(gamma, prior=prior, sites=ng.vi.PoissonRate().sites(data))
-    >>> posterior.step(prior).point  # shape 1 + 6, rate 1 + 3
-    tensor([ 6., -4.])
+        Without ℓ, η̂ is the exact posterior, whatever η was.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> gamma, data = ng.families.Gamma(), torch.tensor([2.0, 0.0, 4.0])
+        >>> prior = torch.tensor([0.0, -1.0])  # shape 1, rate 1
+        >>> posterior = ng.vi.Posterior(gamma, prior=prior, sites=ng.vi.PoissonRate().sites(data))
+        >>> posterior.step(prior).point  # shape 1 + 6, rate 1 + 3
+        tensor([ 6., -4.])
     """
 
     family: ExponentialFamily
@@ -305,10 +338,18 @@ class Posterior:
 @final
 @dataclass(frozen=True)
 class Decaying:
-    """ρ_k = (1 + k/delay)^−power: noise averages out for ½ < power ≤ 1 (Robbins & Monro 1951).
+    """Step sizes that decay slowly enough to converge and fast enough to average out noise.
 
-    >>> Decaying(power=1.0, delay=1.0)(3)
-    0.25
+    Args:
+        power: The exponent; noise averages out for ½ < power ≤ 1.
+        delay: The number of steps after which the decay sets in.
+
+    Method:
+        ρ_k = (1 + k/delay)^−power (Robbins and Monro 1951).
+
+    Example:
+        >>> Decaying(power=1.0, delay=1.0)(3)
+        0.25
     """
 
     power: float = 0.75
@@ -326,7 +367,13 @@ class Decaying:
 @final
 @dataclass(frozen=True)
 class Fit:
-    """Natural parameters of q, the ELBO [k *batch] before every step, and why steps were shortened, by step."""
+    """What ``vi.fit`` returns: the approximate posterior and how it was reached.
+
+    Attributes:
+        eta: The natural parameters of q.
+        elbo: The evidence bound [k *batch] before every step.
+        reasons: Why steps were shortened, by the number of the step.
+    """
 
     eta: Tensor
     elbo: Tensor
@@ -342,19 +389,29 @@ def fit(
     estimator: Estimator | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
-    """Natural-gradient variational inference from η on; every iterate is a distribution.
+    """Approximate a posterior by natural-gradient variational inference.
 
-    ``schedule``: the step size ρ in (0, 1], one for all steps or a function of their number k = 0, 1, …; by default
-    ``Decaying()``, or 1 without a log-density.
-    ``estimator``: of the gradient of E ℓ, by default ``Regression``. ``generator``: of its samples. The result has
-    the last η as ``eta``, the evidence bound before every step as ``elbo``, and as ``reasons`` a dict that
-    says why steps were shortened, by their numbers.
+    Every iterate is a distribution of the family.
 
-    >>> import torch, natgrad as ng
-    >>> y, beta = torch.tensor([1.0, 1.0, 0.0]), ng.families.Beta()
-    >>> log_joint = lambda z: (y * z.log()[..., None] + (1 - y) * (1 - z).log()[..., None]).sum(-1)  # a flat prior
-    >>> ng.vi.fit(ng.vi.Posterior(beta, log_joint), torch.zeros(2), steps=2).eta.round(decimals=3)
-    tensor([2., 1.])
+    Args:
+        posterior: What to approximate.
+        eta: The natural parameters to start from.
+        steps: The number of steps.
+        schedule: The step size ρ in (0, 1], one for all steps or a function of their number k = 0, 1, …; by default
+            ``Decaying()``, or 1 without a log-density.
+        estimator: How the gradient of E ℓ is estimated, ``Regression()`` by default.
+        generator: Where random numbers come from; without one, from torch's global generator.
+
+    Returns:
+        A ``Fit`` with the last ``eta``, the evidence bound before every step as ``elbo``, and ``reasons``, which says
+        by number why steps were shortened.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> y, beta = torch.tensor([1.0, 1.0, 0.0]), ng.families.Beta()
+        >>> log_joint = lambda z: (y * z.log()[..., None] + (1 - y) * (1 - z).log()[..., None]).sum(-1)  # a flat prior
+        >>> ng.vi.fit(ng.vi.Posterior(beta, log_joint), torch.zeros(2), steps=2).eta.round(decimals=3)
+        tensor([2., 1.])
     """
     if steps < 1:
         raise ValueError(f"fit(steps={steps}) needs one step or more")
