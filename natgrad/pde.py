@@ -33,9 +33,12 @@ from natgrad.model import eager, library_pass, mixing
 @final
 @dataclass(frozen=True)
 class Derivatives:
-    """A function u and its derivatives at points x [*n d], for every output by itself.
+    """A function and its derivatives at some points, for every output by itself.
 
-    ``value`` [*n *out], ``gradient`` [*n *out d], and with order 2 ``laplacian`` [*n *out].
+    Attributes:
+        value: u [*n *out] at points x [*n d].
+        gradient: ∇u [*n *out d].
+        second: The second derivatives summed for the Laplacian [*n *out]; None with order 1. Read ``laplacian``.
     """
 
     value: Tensor
@@ -73,27 +76,35 @@ def derivatives(
     space: slice | Sequence[int] | None = None,
     diffusion: Tensor | None = None,
 ) -> Derivatives:
-    """Value, gradient and Laplacian of a model at points x [*n d], in one pass.
+    """Value, gradient and Laplacian of a model at some points, in one pass.
 
-    ``model``: a module or a function x ↦ u(x) of smooth operations, which treats every point by itself. ``order=1``:
-    no Laplacian. ``space``: the coordinates that the Laplacian runs over, such as ``slice(1, None)`` where the first is
-    time; the gradient has all. ``diffusion``: D, so that the Laplacian is Σ_ij D_ij ∂_ij u over these coordinates: its
-    diagonal [s], which may have negative entries, or a symmetric matrix [s s].
+    Args:
+        model: A module or a function x ↦ u(x) of smooth operations, which treats every point by itself.
+        x: The points [*n d].
+        order: 2, or 1 for no Laplacian.
+        space: The coordinates that the Laplacian runs over, such as ``slice(1, None)`` where the first is time; the
+            gradient has all.
+        diffusion: D, so that the Laplacian is Σ_ij D_ij ∂_ij u over these coordinates: its diagonal [s], which may have
+            negative entries, or a symmetric matrix [s s].
 
-    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> u = derivatives(lambda x: x[:, 0] * x[:, 1].square(), x)
-    >>> u.value, u.laplacian
-    (tensor([ 4., 48.]), tensor([2., 6.]))
-    >>> u.gradient
-    tensor([[ 4.,  4.],
-            [16., 24.]])
+    Returns:
+        The ``Derivatives``.
 
-    The heat equation u_t = κ Δu of one output, with time as the first coordinate:
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> u = derivatives(lambda x: x[:, 0] * x[:, 1].square(), x)
+        >>> u.value, u.laplacian
+        (tensor([ 4., 48.]), tensor([2., 6.]))
+        >>> u.gradient
+        tensor([[ 4.,  4.],
+                [16., 24.]])
 
-    >>> net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    >>> u = derivatives(net, torch.rand(5, 3), space=slice(1, None))
-    >>> (u.d(0) - 0.25 * u.laplacian).shape
-    torch.Size([5, 1])
+        The heat equation u_t = κ Δu of one output, with time as the first coordinate:
+
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> u = derivatives(net, torch.rand(5, 3), space=slice(1, None))
+        >>> (u.d(0) - 0.25 * u.laplacian).shape
+        torch.Size([5, 1])
     """
     if order not in (1, 2):
         raise ValueError(f"order= is 1 (gradient) or 2 (gradient and Laplacian), not {order!r}")
@@ -106,19 +117,35 @@ def derivatives(
 
 
 def gradient(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """∇u [*n *out d] at points x [*n d].
+    """The gradient of a model with respect to its inputs, at some points.
 
-    >>> gradient(lambda x: x.square().sum(-1), torch.tensor([[1.0, 2.0]]))
-    tensor([[2., 4.]])
+    Args:
+        model: A module or function of the points.
+        x: The points [*n d].
+
+    Returns:
+        ∇u [*n *out d].
+
+    Example:
+        >>> gradient(lambda x: x.square().sum(-1), torch.tensor([[1.0, 2.0]]))
+        tensor([[2., 4.]])
     """
     return derivatives(model, x, order=1).gradient
 
 
 def divergence(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """div u = Σ_i ∂u_i/∂x_i [*n] of a vector field, [*n d] → [*n d].
+    """The divergence of a vector field at some points.
 
-    >>> divergence(lambda x: x.square(), torch.tensor([[1.0, 2.0]]))
-    tensor([6.])
+    Args:
+        model: A module or function [*n d] → [*n d].
+        x: The points [*n d].
+
+    Returns:
+        div u = Σ_i ∂u_i/∂x_i [*n].
+
+    Example:
+        >>> divergence(lambda x: x.square(), torch.tensor([[1.0, 2.0]]))
+        tensor([6.])
     """
     return derivatives(model, x, order=1).divergence
 
@@ -130,20 +157,41 @@ def laplacian(
     space: slice | Sequence[int] | None = None,
     diffusion: Tensor | None = None,
 ) -> Tensor:
-    """Δu [*n *out] at points x [*n d], or Σ_ij D_ij ∂_ij u: see ``derivatives``.
+    """The Laplacian of a model with respect to its inputs, at some points.
 
-    >>> laplacian(lambda x: x.square().sum(-1), torch.ones(2, 10))
-    tensor([20., 20.])
+    Args:
+        model: A module or function of the points.
+        x: The points [*n d].
+        space: The coordinates that it runs over; all by default.
+        diffusion: D of Σ_ij D_ij ∂_ij u: its diagonal [s] or a symmetric matrix [s s]; the identity by default.
+
+    Returns:
+        Δu [*n *out], or Σ_ij D_ij ∂_ij u.
+
+    Example:
+        >>> laplacian(lambda x: x.square().sum(-1), torch.ones(2, 10))
+        tensor([20., 20.])
     """
     return derivatives(model, x, space=space, diffusion=diffusion).laplacian
 
 
 def partial(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, i: int | tuple[int, int]) -> Tensor:
-    """∂u/∂x_i, or ∂²u/∂x_i∂x_j with ``i=(i, j)``, [*n *out] at points x [*n d], propagating only these directions.
+    """One first or second partial derivative of a model, at some points.
 
-    >>> x = torch.tensor([[1.0, 2.0]])
-    >>> partial(lambda x: x[:, 0] * x[:, 1] ** 3, x, 1), partial(lambda x: x[:, 0] * x[:, 1] ** 3, x, (0, 1))
-    (tensor([12.]), tensor([12.]))
+    Only these directions are propagated.
+
+    Args:
+        model: A module or function of the points.
+        x: The points [*n d].
+        i: One coordinate for ∂u/∂x_i, or a pair (i, j) for ∂²u/∂x_i∂x_j.
+
+    Returns:
+        The derivative [*n *out].
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0]])
+        >>> partial(lambda x: x[:, 0] * x[:, 1] ** 3, x, 1), partial(lambda x: x[:, 0] * x[:, 1] ** 3, x, (0, 1))
+        (tensor([12.]), tensor([12.]))
     """
     _check_points(x)
     d = x.shape[-1]

@@ -22,9 +22,13 @@ _MANY = 1000  # degrees of freedom, from which on Student's distribution is expa
 @final
 @dataclass(frozen=True)
 class CurveFit:
-    """The curve that ``curve_fit`` has found; ``x, covariance = curve_fit(…)`` unpacks it, as SciPy's.
+    """The curve that ``curve_fit`` has found; it can be called, and has error bars.
 
-    ``fit`` is the result of ``least_squares``: the residuals (f − y)/σ, the rule that has stopped the fit, and so on.
+    ``x, covariance = curve_fit(…)`` unpacks it, as SciPy's.
+
+    Attributes:
+        fit: The result of ``least_squares``: the residuals (f − y)/σ, the rule that has stopped the fit, and so on.
+        function: The curve that was fitted, with ``curve(xdata)`` at the parameters that were found.
     """
 
     fit: FitResult
@@ -110,24 +114,41 @@ def curve_fit(
     max_nfev: int | None = None,
     callback: Callable[..., Any] | None = None,
 ) -> CurveFit:
-    """Fit y = ``f(xdata, *p)`` to ``ydata`` from ``p0`` by least squares: the call of SciPy's ``curve_fit``.
+    """Fit a curve to data, with error bars: the call of SciPy's ``curve_fit``, for tensors.
 
-    ``f`` is made of differentiable torch operations, and returns a tensor of the shape of ``ydata``. ``p0``: a sequence
-    of numbers, or a dict of tensors, with which ``f`` is called as ``f(xdata, **p)``; by default ones, or, within
-    bounds, numbers between them. ``sigma``: the standard deviations of ``ydata``, a number or as ``ydata``, or their
-    covariance matrix [m m]. With ``absolute_sigma=True`` they are what they say, and else known up to a common factor,
-    which the residuals tell. ``batch=True``: the first axis of ``ydata`` and ``p0`` is that of many fits, which share
-    ``xdata``. The other arguments are those of ``least_squares``.
+    Args:
+        f: y = ``f(xdata, *p)``, made of differentiable torch operations, a tensor of the shape of ``ydata``.
+        xdata: Where the data are; anything that ``f`` takes.
+        ydata: The data.
+        p0: The start: a sequence of numbers, or a dict of tensors, with which ``f`` is called as ``f(xdata, **p)``; by
+            default ones, or, within bounds, numbers between them.
+        sigma: The standard deviations of ``ydata``, a number or as ``ydata``, or their covariance matrix [m m].
+        absolute_sigma: Whether they are what they say, or known up to a common factor, which the residuals tell.
+        bounds: (lower, upper), each a number or as ``p0``.
+        fixed: Parameters that stay at ``p0``, by their names or as booleans in its form.
+        batch: The first axis of ``ydata`` and ``p0`` is that of many fits, which share ``xdata``.
+        loss: "linear", or a robust loss for outliers: "soft_l1", "huber", "cauchy", "arctan", or a function.
+        f_scale: Residuals beyond it count as outliers.
+        x_scale: "jac", or the size of a change of the parameters that matters.
+        ftol: Stop if a step changes the cost by at most this times the cost.
+        xtol: Stop if a step changes the parameters by at most this times their size.
+        gtol: Stop if the residuals are orthogonal to the tangent space of the curve to this cosine.
+        max_nfev: The most calls of ``f``, by default 1500 + 10 for every parameter.
+        callback: Called after every step; it stops the fit by raising StopIteration.
 
-    >>> t = torch.linspace(0, 4, 30, dtype=torch.float64)
-    >>> y = 3 * torch.exp(-0.7 * t) + 0.02 * torch.sin(40 * t)
-    >>> curve = curve_fit(lambda t, a, b: a * torch.exp(-b * t), t, y)
-    >>> x, covariance = curve
-    >>> x
-    tensor([2.9931, 0.6987], dtype=torch.float64)
-    >>> low, high = curve.band(torch.tensor([0.0, 8.0], dtype=torch.float64), level=0.9)
-    >>> high - low
-    tensor([0.0277, 0.0008], dtype=torch.float64)
+    Returns:
+        A ``CurveFit``.
+
+    Example:
+        >>> t = torch.linspace(0, 4, 30, dtype=torch.float64)
+        >>> y = 3 * torch.exp(-0.7 * t) + 0.02 * torch.sin(40 * t)
+        >>> curve = curve_fit(lambda t, a, b: a * torch.exp(-b * t), t, y)
+        >>> x, covariance = curve
+        >>> x
+        tensor([2.9931, 0.6987], dtype=torch.float64)
+        >>> low, high = curve.band(torch.tensor([0.0, 8.0], dtype=torch.float64), level=0.9)
+        >>> high - low
+        tensor([0.0277, 0.0008], dtype=torch.float64)
     """
     if not callable(f):
         raise TypeError(f"f must be a function of xdata and the parameters, got {type(f).__name__}")

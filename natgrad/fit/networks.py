@@ -41,27 +41,36 @@ def _asks_to_stop(callback: Callable[[Record], bool | None], record: Record) -> 
 
 @final
 class LeastSquares:
-    """min ½‖r(θ)‖² over the parameters of a model, for residual functions r that can be differentiated.
+    """Fit the parameters of a model to residuals by Gauss–Newton: curves, equations, networks.
 
-    ``residuals``: ``Residuals(function, points)``, a dict of these by name, or a function of the parameters alone.
-    The loss is ½ Σ_c w_c (1/N_c) Σ_n ‖r_c(x_n)‖². ``params``: the model, an ``nn.Module``, or a dict of tensors; the
-    functions get it as their first argument. Parameters are changed in place.
+    Parameters are changed in place. The attributes ``lr`` and ``rule`` may be set between two steps.
 
-    ``structure``: how J is kept. By default ``Kernel`` for fewer residuals than parameters (v = Jᵀ(JJᵀ + λ)⁻¹r, with
-    JJᵀ from the inputs and cotangents of the layers), ``Dense`` otherwise (a QR of J), and ``Implicit`` with conjugate
-    gradients where neither fits into ``memory``, bytes. ``Kronecker`` preconditions by K-FAC (Dangel et al. 2024).
-    ``step``: any step rule; by default ``GeodesicSearch``, whose steps always lower the loss and whose λ rises where
-    only short steps do. It starts at ``damping``, by default a thousandth of tr G/min(m, p), the mean of the
-    eigenvalues of G that m residuals and p parameters allow. ``solver``: for all structures but ``Kernel`` and
-    ``Dense``. The attributes ``lr`` and ``rule`` may be set between two steps.
+    Args:
+        residuals: ``Residuals(function, points)``, a dict of these by name, or a function of the parameters alone.
+        params: The model, an ``nn.Module``, or a dict of tensors; the functions get it as their first argument.
+        structure: How J is kept. By default ``Kernel`` for fewer residuals than parameters, ``Dense`` otherwise (a QR
+            of J), and ``Implicit`` with conjugate gradients where neither fits into ``memory``. ``Kronecker``
+            preconditions by K-FAC (Dangel et al. 2024).
+        solver: How the metric is inverted, for all structures but ``Kernel`` and ``Dense``.
+        step: Any step rule; by default ``GeodesicSearch``, whose steps always lower the loss and whose λ rises where
+            only short steps do.
+        damping: λ at the start; by default a thousandth of tr G/min(m, p), the mean of the eigenvalues of G that m
+            residuals and p parameters allow.
+        lr: What the step is multiplied by.
+        memory: Bytes that J or its kernel may take.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    >>> x = torch.linspace(0, 1, 50).double()[:, None]
-    >>> fit = ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - (6 * x).sin(), x), net)
-    >>> bool(fit.solve(max_steps=100).cost < 1e-4)
-    True
+    Method:
+        min ½ Σ_c w_c (1/N_c) Σ_n ‖r_c(x_n)‖² over the classes c of residuals. ``Kernel`` takes the step v = Jᵀ(JJᵀ +
+        λ)⁻¹r, with JJᵀ from the inputs and cotangents of the layers.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        >>> x = torch.linspace(0, 1, 50).double()[:, None]
+        >>> fit = ng.LeastSquares(ng.Residuals(lambda net, x: net(x) - (6 * x).sin(), x), net)
+        >>> bool(fit.solve(max_steps=100).cost < 1e-4)
+        True
     """
 
     def __init__(

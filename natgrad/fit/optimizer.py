@@ -18,20 +18,33 @@ from natgrad.structures.base import Structure
 
 @final
 class GaussNewton(torch.optim.Optimizer):
-    """θ ← θ − lr·(JᵀJ + λ)⁻¹Jᵀr for the residuals of a model: ``LeastSquares`` as an optimizer, one step at a time.
+    """``LeastSquares`` as a torch optimizer: one Gauss–Newton step at a time.
 
     The residuals hold the points, so that a step needs no closure and no ``.grad``; ``opt.step()`` returns ½‖r‖² where
-    it started. ``lr`` and ``damping`` are in the parameter group, and a scheduler may change them; None is a damping
-    that the first step chooses. ``opt.last`` is the record of the last step. The other arguments are those of
-    ``LeastSquares``.
+    it started. ``opt.last`` is the record of the last step.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.rand(50, 1).double()
-    >>> opt = ng.GaussNewton(net, ng.Residuals(lambda net, x: net(x) - x.exp(), x))
-    >>> losses = [float(opt.step()) for _ in range(20)]
-    >>> losses[-1] < 1e-3 * losses[0]
-    True
+    Args:
+        model: The module whose parameters are fitted.
+        residuals: ``Residuals(function, points)``, a dict of these by name, or a function of the model alone.
+        structure: How J is kept: by default ``Kernel`` for fewer residuals than parameters, ``Dense`` otherwise,
+            ``Implicit`` where neither fits into ``memory``.
+        solver: How the metric is inverted, for structures other than ``Kernel`` and ``Dense``.
+        step: The step rule; by default ``GeodesicSearch``.
+        damping: λ at the start; None is a damping that the first step chooses. A scheduler may change it.
+        lr: What the step is multiplied by. A scheduler may change it.
+        memory: Bytes that J or its kernel may take.
+
+    Method:
+        θ ← θ − lr·(JᵀJ + λ)⁻¹Jᵀr.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.rand(50, 1).double()
+        >>> opt = ng.GaussNewton(net, ng.Residuals(lambda net, x: net(x) - x.exp(), x))
+        >>> losses = [float(opt.step()) for _ in range(20)]
+        >>> losses[-1] < 1e-3 * losses[0]
+        True
     """
 
     def __init__(

@@ -27,16 +27,23 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 @final
 @dataclass(frozen=True)
 class Residuals:
-    """One class of residuals: ½·weight·(1/N) Σ_n ‖r(x_n)‖² with r = ``function(model, x)`` [n *out].
+    """One class of residuals, such as an equation in a domain or the data of a curve.
 
-    ``points``: x [n *in], a tuple of such tensors, which the function gets one by one, or a function without arguments
-    that draws new points for every step. Row n of r belongs to point n alone. Without points the function is of the
-    model only, and may return one number, such as an integral. ``weight``: of the class, positive.
-    ``reduction="sum"`` leaves out 1/N.
+    Args:
+        function: r = ``function(model, x)`` [n *out]; row n belongs to point n alone. Without points it is a function
+            of the model only, and may return one number, such as an integral.
+        points: x [n *in], a tuple of such tensors, which the function gets one by one, or a function without arguments
+            that draws new points for every step.
+        weight: The weight of the class, positive.
+        reduction: "mean" over the points, or "sum".
 
-    >>> square = Residuals(lambda net, x: net(x) - x.square(), torch.rand(10, 1), weight=2.0)
-    >>> square.weight
-    2.0
+    Method:
+        ½·weight·(1/N) Σ_n ‖r(x_n)‖²; "sum" leaves out 1/N.
+
+    Example:
+        >>> square = Residuals(lambda net, x: net(x) - x.square(), torch.rand(10, 1), weight=2.0)
+        >>> square.weight
+        2.0
     """
 
     function: Callable[..., Tensor]

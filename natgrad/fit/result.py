@@ -84,14 +84,29 @@ class Record:
 @final
 @dataclass(frozen=True, repr=False)
 class FitResult:
-    """The minimum that a fit has found. With ``batch=True`` everything has the b fits on the first axis.
+    """The minimum that a fit has found, with its errors and why it stopped.
 
-    ``x``, ``grad`` and ``standard_errors`` are as ``x0`` was given, with zeros in the last two for unknowns that are
-    fixed; ``jac`` [m n], ``covariance`` [n n] go by the unknowns that are not, flattened in the order of ``x0``. As
-    SciPy's result does, ``status`` counts: 1 gtol, 2 ftol, 3 xtol, 4 both of these, 5 a cost that was asked for; 0 what
-    was allowed is spent, −2 stopped by the callback, −3 not finite (in a batch), and of networks −4 no step lowers the
-    cost, −5 the steps are short because the damping is large. Of a network ``x`` holds the parameters, ``fun`` the
-    residuals of every class, unscaled, ``jac`` is J in its structure, and ``history`` has a record of every step.
+    With ``batch=True`` everything has the b fits on the first axis. ``grad`` and ``standard_errors`` are as ``x0`` was
+    given, with zeros for unknowns that are fixed; ``covariance`` [n n] goes by the unknowns that are not, flattened in
+    the order of ``x0``.
+
+    Attributes:
+        x: The unknowns, as ``x0`` was given: a tensor, or a dict of tensors. Of a network: its parameters.
+        cost: ½ Σ ρ(f²).
+        fun: The residuals f, as they were returned; of a network those of every class, unscaled.
+        jac: The Jacobian [m n], of the unknowns that are not fixed. With a robust loss J̃ with the curvature J̃ᵀJ̃ of
+            the cost, as in SciPy. Of a network: J in its structure.
+        nfev: How often the residuals were computed until the fit stopped: an int, or [b].
+        njev: How often the Jacobian was computed.
+        status: As SciPy's: 1 gtol, 2 ftol, 3 xtol, 4 both of these, 5 a cost that was asked for; 0 what was allowed is
+            spent, −2 stopped by the callback, −3 not finite (in a batch). Of networks −4 no step lowers the cost, −5
+            the steps are short because the damping is large.
+        unknowns: The order of the unknowns.
+        pulled: f̃ with the gradient Jᵀf̃ [m]; without a robust loss it is f.
+        active: Unknowns at a bound: −1 lower, 1 upper [n], of those that are not fixed.
+        shortened: How many trial steps were shortened because residuals there were not finite.
+        variance: The variance of the residuals, if it is given and not estimated.
+        history: Of a network: a record of every step.
     """
 
     x: Any  # as x0: a tensor, or a dict of tensors

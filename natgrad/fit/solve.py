@@ -47,36 +47,47 @@ def least_squares(
     batch: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> FitResult:
-    """Minimise ½ Σ ρ(f²), f = ``fun(x, *args)``, from ``x0``: the call of SciPy's ``least_squares``, for tensors.
+    """Minimise a sum of squares, robustly and within bounds: SciPy's call, for tensors.
 
-    ``fun`` returns the residuals, a tensor of any shape, made of differentiable torch operations. ``x0`` is a tensor or
-    a dict of tensors, and ``fun`` gets the unknowns in that form. ``kwargs``: its arguments by name, as they are. The
-    steps are those of Levenberg and Marquardt in a trust region (Moré 1978), by QR of the exact Jacobian.
+    Args:
+        fun: ``fun(x, *args)`` returns the residuals f, a tensor of any shape, made of differentiable torch operations.
+        x0: The start, a tensor or a dict of tensors; ``fun`` gets the unknowns in that form.
+        args: Further arguments of ``fun``. Arrays of floats become tensors.
+        bounds: (lower, upper), each a number or as ``x0``; in a dict unknowns may be left out.
+        loss: ρ: "linear", "soft_l1", "huber", "cauchy" or "arctan", or a function z ↦ (ρ, ρ′, ρ″) of z = (f/f_scale)².
+        f_scale: Residuals beyond it count as outliers.
+        x_scale: "jac", or the size of a change of the unknowns that matters, a number or as ``x0``.
+        ftol: Stop if a step changes the cost by at most this times the cost, and the offset falls no more. None turns a
+            rule off.
+        xtol: The same for a change of the unknowns, relative to their size, in units of ``x_scale``.
+        gtol: Stop if the offset is at most this: the cosine between the residuals and the tangent space of the model
+            (Bates and Watts 1981).
+        max_nfev: The most calls of ``fun``, by default 1500 + 10n.
+        fixed: Unknowns that stay at ``x0``, by their names or as booleans in its form.
+        callback: Called after every step, with x, or, if that is the name of its argument, with ``intermediate_result``
+            (x, cost, fun, nit, nfev); stops the fit by raising StopIteration.
+        batch: Solve b independent fits in one call. ``x0`` and the tensors in ``args`` have the fits on their first
+            axis; ``fun`` is written for one fit, and mapped over them by ``torch.vmap``.
+        kwargs: Arguments of ``fun`` by name, as they are.
 
-    ``bounds``: (lower, upper), each a number or as ``x0``; in a dict unknowns may be left out. ``loss``: "linear",
-    "soft_l1", "huber", "cauchy" or "arctan", with outliers beyond ``f_scale``, or a function z ↦ (ρ, ρ′, ρ″) of
-    z = (f/f_scale)². ``x_scale``: "jac", or the size of a change of the unknowns that matters, a number or as ``x0``.
-    ``fixed``: unknowns that stay at ``x0``, by their names or as booleans in its form.
+    Returns:
+        A ``FitResult``.
 
-    A fit stops if a step changes the cost by at most ``ftol`` times the cost, or the unknowns by at most ``xtol`` times
-    their size (both in units of ``x_scale``), and the offset falls no more; or if the offset is at most ``gtol``. The
-    offset is the cosine between the residuals and the tangent space of the model (Bates and Watts 1981): √n·1e-8 of it
-    leaves x within about 1e-8 standard errors. None turns a rule off. ``max_nfev``: the most calls of ``fun``, by
-    default 1500 + 10n. ``callback`` is called after every step, with x, or, if that is the name of its argument, with
-    ``intermediate_result`` (x, cost, fun, nit, nfev), and stops the fit by raising StopIteration.
+    Method:
+        ½ Σ ρ(f²) is minimised by steps of Levenberg and Marquardt in a trust region (Moré 1978), by QR of the exact
+        Jacobian. An offset of √n·1e-8 leaves x within about 1e-8 standard errors.
 
-    ``batch=True``: b independent fits in one call. ``x0`` and the tensors in ``args`` have the fits on their first
-    axis; ``fun`` is written for one fit, and mapped over them by ``torch.vmap``.
+        If a tensor in ``args`` requires a gradient, ``result.x`` is a differentiable function of it (the implicit
+        function theorem, with the exact Hessian), with first derivatives only, by ``backward()`` and
+        ``torch.autograd.grad``.
 
-    If a tensor in ``args`` requires a gradient, ``result.x`` is a differentiable function of it (the implicit function
-    theorem, with the exact Hessian), with first derivatives only, by ``backward()`` and ``torch.autograd.grad``. Arrays
-    of floats in ``args`` become tensors.
-
-    >>> t = torch.linspace(0, 4, 9, dtype=torch.float64)
-    >>> y = 3 * torch.exp(-0.7 * t)
-    >>> fit = least_squares(lambda x, t, y: x[0] * torch.exp(-x[1] * t) - y, torch.ones(2, dtype=torch.float64), (t, y))
-    >>> fit.x
-    tensor([3.0000, 0.7000], dtype=torch.float64)
+    Example:
+        >>> t = torch.linspace(0, 4, 9, dtype=torch.float64)
+        >>> y = 3 * torch.exp(-0.7 * t)
+        >>> start = torch.ones(2, dtype=torch.float64)
+        >>> fit = least_squares(lambda x, t, y: x[0] * torch.exp(-x[1] * t) - y, start, (t, y))
+        >>> fit.x
+        tensor([3.0000, 0.7000], dtype=torch.float64)
     """
     if not callable(fun):
         raise TypeError(f"fun must be a function of the unknowns, got {type(fun).__name__}")

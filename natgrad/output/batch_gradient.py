@@ -15,29 +15,38 @@ from natgrad.output.metric import OutputMetric, Source
 @final
 @dataclass(frozen=True)
 class BatchGradient(OutputMetric):
-    """G = E[g gᵀ] over the steps, g the gradient of the batch: what ``.grad`` holds when ``opt.step()`` is called.
+    """The metric of the batch's own gradients: the metric of Adam, Shampoo and SOAP.
 
     It is a choice in the metric slot of an optimizer, and no metric on outputs: nothing looks at a forward pass, and no
-    layer rule is needed. With ``Diagonal(power=½)`` it is the metric of Adam (Kingma and Ba 2015), with ``Dense`` the
-    full matrix of AdaGrad (Duchi, Hazan and Singer 2011), with ``Kronecker(power=½)`` that of Shampoo (Gupta, Koren and
-    Singer 2018), with ``EigenKronecker(power=½)`` that of SOAP (Vyas et al. 2024). For ``Kronecker`` and
-    ``EigenKronecker`` every parameter of two or more axes is a matrix of its own, W [o i *k], whose entries k (the
-    offsets of a convolution) share the factors: S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k). The other parameters
-    have the fallback structure.
+    layer rule is needed. ``ng.Natural`` and its relatives are the presets.
 
-    G has the scale of the loss, squared: the mean over a batch is ``1/N`` of the sum. It contains the signal beside the
-    noise, and so calls for a power of ½ rather than 1. A parameter without a gradient in a step keeps its part of the
-    average; the correction for the start of the average counts all steps, except for matrices, of which the first
-    gradient counts in full. Where all gradients so far were zero, G is zero on that parameter, and with a damping so is
-    the step.
+    - ``Diagonal(power=½)``: the metric of Adam (Kingma and Ba 2015);
+    - ``Dense()``: the full matrix of AdaGrad (Duchi, Hazan and Singer 2011);
+    - ``Kronecker(power=½)``: Shampoo (Gupta, Koren and Singer 2018);
+    - ``EigenKronecker(power=½)``: SOAP (Vyas et al. 2024).
 
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> opt = ng.NaturalGradient(model, ng.BatchGradient(), structure=ng.Diagonal())
-    >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
-    >>> opt.step()
-    >>> opt.tracker.average.diagonal()
-    tensor([1., 4.])
+    Method:
+        G = E[g gᵀ] over the steps, g the gradient of the batch: what ``.grad`` holds when ``opt.step()`` is called.
+
+        For ``Kronecker`` and ``EigenKronecker`` every parameter of two or more axes is a matrix of its own, W [o i *k],
+        whose entries k (the offsets of a convolution) share the factors: S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ
+        G_k/(o·k). The other parameters have the fallback structure.
+
+        G has the scale of the loss, squared: the mean over a batch is ``1/N`` of the sum. It contains the signal beside
+        the noise, and so calls for a power of ½ rather than 1.
+
+        A parameter without a gradient in a step keeps its part of the average. The correction for the start of the
+        average counts all steps, except for matrices, of which the first gradient counts in full. Where all gradients
+        so far were zero, G is zero on that parameter, and with a damping so is the step.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> opt = ng.NaturalGradient(model, ng.BatchGradient(), structure=ng.Diagonal())
+        >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> opt.step()
+        >>> opt.tracker.average.diagonal()
+        tensor([1., 4.])
     """
 
     @property

@@ -17,20 +17,26 @@ from natgrad.output.metric import OutputMetric
 @final
 @dataclass(frozen=True, eq=False)
 class Heads(OutputMetric):
-    """h = ⊕_k w_k h_k: the metric of L = Σ_k w_k L_k(y_k, t_k), a loss for every head y_k of a model with one body.
+    """The metric of a model with several outputs, each with its own loss.
 
-    ``metrics``: by the keys of the dict that the model returns, or by the places in its tuple; a loss stands for its
-    metric in ``ng.metric_of({"kind": F.cross_entropy, "box": F.mse_loss}, weights={"box": 0.5})``. ``weights``: of the
-    heads in the loss; 1 where none is given. Each head counts its own terms, as its loss does. What the model returns
-    beside them has no head in the metric. An auxiliary loss on activations is that of a head: let the model return
-    them.
+    ``ng.metric_of({"kind": F.cross_entropy, "box": F.mse_loss}, weights={"box": 0.5})`` makes it of losses. What the
+    model returns beside the heads does not count. An auxiliary loss on activations is that of a head: let the model
+    return them.
 
-    The targets are a dict or tuple, too. In memory the heads [n *out_k] lie side by side, y [n d].
+    Args:
+        metrics: The metric of every head, by the keys of the dict that the model returns, or by the places in its
+            tuple. The targets are a dict or tuple, too.
+        weights: The weights w_k of the heads in the loss; 1 where none is given.
+        shapes: The shapes [n *out] of the heads; the library fills them in.
 
-    >>> from natgrad.output.metric import Euclidean
-    >>> heads = Heads({"kind": Euclidean(), "box": Euclidean()}, {"box": 0.25})
-    >>> heads.shaped((torch.Size([1, 1]), torch.Size([1, 2]))).flat(torch.zeros(1, 3), torch.ones(1, 3))
-    tensor([[1.0000, 0.2500, 0.2500]])
+    Method:
+        {1} Each head counts its own terms, as its loss does. In memory the heads [n *out_k] lie side by side, y [n d].
+
+    Example:
+        >>> from natgrad.output.metric import Euclidean
+        >>> heads = Heads({"kind": Euclidean(), "box": Euclidean()}, {"box": 0.25})
+        >>> heads.shaped((torch.Size([1, 1]), torch.Size([1, 2]))).flat(torch.zeros(1, 3), torch.ones(1, 3))
+        tensor([[1.0000, 0.2500, 0.2500]])
     """
 
     metrics: Mapping[Any, OutputMetric]

@@ -71,14 +71,19 @@ def bregman_divergence(f: Field, y: Tensor, y0: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Bregman(OutputMetric):
-    """h = ∇²φ(y), the Hessian at y = y0 of D_φ(y, y0) = φ(y) − φ(y0) − ⟨∇φ(y0), y − y0⟩.
+    """The metric of a convex function of the outputs.
 
-    φ takes outputs [n *out] with n = 1. It is called under ``vmap``, one example at a time, so any reduction gives the
-    same metric. φ must be convex; otherwise the metric is not positive and has no root.
+    Args:
+        phi: φ, a convex function of outputs [n *out] with n = 1. It is called under ``vmap``, one example at a time, so
+            any reduction gives the same metric. If φ is not convex, the metric is not positive and has no root.
 
-    >>> metric = Bregman(lambda y: torch.logsumexp(y, -1))
-    >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
-    tensor([[ 0.2500, -0.2500]])
+    Method:
+        h = ∇²φ(y), the Hessian at y = y0 of D_φ(y, y0) = φ(y) − φ(y0) − ⟨∇φ(y0), y − y0⟩.
+
+    Example:
+        >>> metric = Bregman(lambda y: torch.logsumexp(y, -1))
+        >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+        tensor([[ 0.2500, -0.2500]])
     """
 
     phi: Scalar
@@ -96,15 +101,20 @@ class Bregman(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Divergence(OutputMetric):
-    """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (Grosse 2021).
+    """The metric of any smooth measure of how different two outputs are.
 
-    ρ takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0. If it is flatter than
-    quadratic there, such as (y − y0)⁴, or has a kink, such as |y − y0|, then h = 0, and only the damping is left; this
-    is logged once.
+    Args:
+        rho: ρ(y, y0), which takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0.
+            If it is flatter than quadratic there, such as (y − y0)⁴, or has a kink, such as |y − y0|, the metric is 0
+            and only the damping is left; this is logged once.
 
-    >>> metric = Divergence(lambda y, y0: ((y - y0) ** 2).sum())
-    >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
-    tensor([[2., 0.]])
+    Method:
+        h = ∂²ρ(y, y0)/∂y² at y = y0 (Grosse 2021).
+
+    Example:
+        >>> metric = Divergence(lambda y, y0: ((y - y0) ** 2).sum())
+        >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+        tensor([[2., 0.]])
     """
 
     rho: Scalar
@@ -143,15 +153,20 @@ class LossMetric(OutputMetric):
 @final
 @dataclass(frozen=True)
 class LossHessian(LossMetric):
-    """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss (Martens 2020).
+    """The Hessian of a convex training loss at the outputs, for generalised Gauss–Newton steps.
 
-    ``loss(y, t)`` is any torch loss. It is called on one example at a time, so its reduction over the batch does not
-    matter. But a weighted mean over one example loses its weight: class weights need ``reduction="sum"``. ρ is the
-    Bregman divergence of ℓ(·, t).
+    Args:
+        loss: ``loss(y, t)``, any torch loss. It is called on one example at a time, so its reduction over the batch
+            does not matter. But a weighted mean over one example loses its weight: class weights need
+            ``reduction="sum"``.
 
-    >>> metric = LossHessian(torch.nn.functional.mse_loss)
-    >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2))
-    tensor([[1., 0.]])
+    Method:
+        h = ∂²ℓ(y, t)/∂y² (Martens 2020). ρ is the Bregman divergence of ℓ(·, t).
+
+    Example:
+        >>> metric = LossHessian(torch.nn.functional.mse_loss)
+        >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2))
+        tensor([[1., 0.]])
     """
 
     loss: Scalar
@@ -172,26 +187,34 @@ class LossHessian(LossMetric):
 @final
 @dataclass(frozen=True)
 class Empirical(LossMetric):
-    """h = ∇ℓ ∇ℓᵀ at the training targets: F_emp = (1/N) Σ_n ∇J_n ∇J_nᵀ (often called empirical Fisher).
+    """The second moment of the training gradients, often called empirical Fisher.
 
-    It is the second moment of the training gradients. It is not the Fisher metric and does not approximate a Hessian
-    (Kunstner, Balles and Hennig 2019). ``loss(y, t)`` is called on one example at a time, so its reduction over the
-    batch does not matter; class weights need ``reduction="sum"``, because a weighted mean over one example loses its
-    weight. ρ = ½⟨∇ℓ(y0), y − y0⟩².
+    It is not the Fisher metric and does not approximate a Hessian (Kunstner, Balles and Hennig 2019).
 
-    ``Empirical()``, without a loss, takes the cotangents of the loss that the training loop calls backward on, where
-    they arrive: an optimizer with ``Kronecker`` then needs no targets and no backward pass of its own. ``reduction``
-    says what that loss is over the batch: cotangents of a "mean" (the default of torch's losses) are multiplied by the
-    number N of examples, those of a "sum" are taken as they are; so G is the same for both, and that of
-    ``Empirical(loss)``. In gradient accumulation every backward pass is taken for the mean over its own examples: a
-    loss that is divided by k makes G k² times smaller, as any factor c of the loss makes it c² times as large. Terms of
-    an example (tokens) are what the loss makes of them. Cotangents come through the batch statistics of a
-    normalisation, and with a ``GradScaler`` they have its scale. Parameters that no layer rule covers have the second
-    moment of their gradient, as with ``BatchGradient``.
+    Args:
+        loss: ``loss(y, t)``, called on one example at a time, so its reduction over the batch does not matter. Class
+            weights need ``reduction="sum"``, because a weighted mean over one example loses its weight. By default, the
+            cotangents of the loss that the training loop calls backward on.
+        reduction: Without a loss: what the training loss is over the batch. Cotangents of a "mean" are multiplied by
+            the number N of examples, those of a "sum" are taken as they are, so that G is the same for both.
 
-    >>> metric = Empirical(torch.nn.functional.cross_entropy)
-    >>> metric.root(torch.zeros(1, 2), torch.tensor([0]))
-    tensor([[[-0.5000,  0.5000]]])
+    Method:
+        h = ∇ℓ ∇ℓᵀ at the training targets: F_emp = (1/N) Σ_n ∇J_n ∇J_nᵀ (often called empirical Fisher).
+
+        The divergence is ρ = ½⟨∇ℓ(y0), y − y0⟩².
+
+        In gradient accumulation every backward pass is taken for the mean over its own examples: a loss that is divided
+        by k makes G k² times smaller, as any factor c of the loss makes it c² times as large. Terms of an example
+        (tokens) are what the loss makes of them.
+
+        Without a loss, an optimizer with ``Kronecker`` needs no targets and no backward pass of its own. The cotangents
+        come through the batch statistics of a normalisation, and with a ``GradScaler`` they have its scale. Parameters
+        that no layer rule covers have the second moment of their gradient, as with ``BatchGradient``.
+
+    Example:
+        >>> metric = Empirical(torch.nn.functional.cross_entropy)
+        >>> metric.root(torch.zeros(1, 2), torch.tensor([0]))
+        tensor([[[-0.5000,  0.5000]]])
     """
 
     loss: Scalar | None = None
@@ -229,17 +252,23 @@ class Empirical(LossMetric):
 @final
 @dataclass(frozen=True)
 class GradientCovariance(LossMetric):
-    """C = (1/N) Σ_n (∇J_n − ∇J)(∇J_n − ∇J)ᵀ, the covariance of the training gradients.
+    """The covariance of the training gradients: their second moment without the mean.
 
-    F_emp = C + ∇J ∇Jᵀ, with the covariance normalised by 1/N. Subtracting the mean couples the examples: the roots are
-    those of ``Empirical``, and the coupling is the centring matrix 1 − 11ᵀ/N. ``flat`` and ``divergence`` use the whole
-    batch. The divergence of example n is its share ½ u_n Σ_m C_nm u_m, u = ⟨∇ℓ, y − y0⟩. A share may be negative; the
-    sum is not.
+    Args:
+        loss: ``loss(y, t)``, called on one example at a time; class weights need ``reduction="sum"``.
 
-    >>> metric = GradientCovariance(torch.nn.functional.cross_entropy)
-    >>> metric.coupling(None, 2)
-    tensor([[ 0.5000, -0.5000],
-            [-0.5000,  0.5000]], dtype=torch.float64)
+    Method:
+        {1} F_emp = C + ∇J ∇Jᵀ.
+
+        Subtracting the mean couples the examples: the roots are those of ``Empirical``, and the coupling is the
+        centring matrix 1 − 11ᵀ/N. ``flat`` and ``divergence`` use the whole batch. The divergence of example n is its
+        share ½ u_n Σ_m C_nm u_m, u = ⟨∇ℓ, y − y0⟩. A share may be negative; the sum is not.
+
+    Example:
+        >>> metric = GradientCovariance(torch.nn.functional.cross_entropy)
+        >>> metric.coupling(None, 2)
+        tensor([[ 0.5000, -0.5000],
+                [-0.5000,  0.5000]], dtype=torch.float64)
     """
 
     loss: Scalar

@@ -41,29 +41,39 @@ def metric_of(
     axis: int | None = None,
     weights: Mapping[Any, float] | Sequence[float] | None = None,
 ) -> OutputMetric:
-    """The metric of a loss L(y, t): G = Jᵀ ∇²L J, its generalised Gauss–Newton matrix, as L is reduced (Martens 2020).
+    """The metric that belongs to a loss; wherever a metric is expected, a loss stands for it.
 
-    ``loss``: a loss of torch as a module, a function, or a ``functools.partial`` of one with its options; or any other
-    ``loss(y, t)`` that returns one number, whose Hessian at the outputs is then computed, with negative eigenvalues set
-    to 0. A metric is returned as it is. Wherever a metric is expected, a loss stands for ``metric_of(loss)``; ``KFAC``,
-    ``EKFAC``, ``SobolevKFAC`` and ``Natural`` take ``metric_of(loss, samples=1)``. A dict or tuple of losses, with
-    their ``weights`` in the sum that is trained, is for a model that returns as many outputs (``Heads``). A model of
-    ``transformers`` stands for the loss that it computes itself from ``labels``: ``ng.Natural(model, model)``.
+    ``KFAC``, ``EKFAC`` and ``SobolevKFAC`` take ``metric_of(loss, samples=1)`` of a loss. A metric is returned as it
+    is.
 
-    ``samples``: None for the exact metric, k for k random roots an example, which are targets drawn from the model.
-    ``axis``: that of the classes in the outputs of the model. By default it is that of torch's losses, 1, unless the
-    targets or the user's backward pass show that the loss is over the last axis, as of tokens [n t c].
+    Args:
+        loss: A loss of torch as a module, a function, or a ``functools.partial`` of one with its options; or any other
+            ``loss(y, t)`` that returns one number. A dict or tuple of losses is for a model that returns as many
+            outputs (``Heads``). A model of ``transformers`` stands for the loss that it computes itself from
+            ``labels``.
+        samples: None for the exact metric; k for k random roots an example, which are targets drawn from the model.
+        axis: That of the classes in the outputs of the model. By default it is that of torch's losses, 1, unless the
+            targets or the user's backward pass show that the loss is over the last axis, as of tokens [n t c].
+        weights: Of several losses: their weights in the sum that is trained, 1 where none is given.
 
-    In a training loop the metric learns from the user's own loss what it must know: positions without a cotangent
-    (ignored labels) do not count; where the targets themselves matter (class weights, ``pos_weight``, other losses)
-    they are those of a call of this loss module on the outputs, or of ``opt.refresh(x, target)``.
+    Returns:
+        The metric.
 
-    >>> metric_of(nn.CrossEntropyLoss(ignore_index=0))
-    metric_of(CrossEntropyLoss(ignore_index=0)): Fisher(Categorical()), mean over the terms
-    >>> metric_of(functools.partial(F.huber_loss, delta=2.0))
-    metric_of(HuberLoss(delta=2.0)): 0.946·Fisher(Gaussian(scale=1.0)), mean over the terms
-    >>> metric_of(nn.SoftMarginLoss())
-    metric_of(SoftMarginLoss()): its Hessian at the outputs, negative eigenvalues set to 0
+    Method:
+        G = Jᵀ ∇²L J, the generalised Gauss–Newton matrix of L(y, t), as L is reduced (Martens 2020). Of a loss that is
+        none of torch's the Hessian at the outputs is computed, with negative eigenvalues set to 0.
+
+        In a training loop the metric learns from the user's own loss what it must know: positions without a cotangent
+        (ignored labels) do not count; where the targets themselves matter (class weights, ``pos_weight``, other losses)
+        they are those of a call of this loss module on the outputs, or of ``opt.refresh(x, target)``.
+
+    Example:
+        >>> metric_of(nn.CrossEntropyLoss(ignore_index=0))
+        metric_of(CrossEntropyLoss(ignore_index=0)): Fisher(Categorical()), mean over the terms
+        >>> metric_of(functools.partial(F.huber_loss, delta=2.0))
+        metric_of(HuberLoss(delta=2.0)): 0.946·Fisher(Gaussian(scale=1.0)), mean over the terms
+        >>> metric_of(nn.SoftMarginLoss())
+        metric_of(SoftMarginLoss()): its Hessian at the outputs, negative eigenvalues set to 0
     """
     if isinstance(loss, Mapping | tuple | list):
         losses = loss if isinstance(loss, Mapping) else dict(enumerate(loss))

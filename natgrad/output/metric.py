@@ -261,13 +261,19 @@ class DerivedMetric(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Euclidean(OutputMetric):
-    """h = 1: the pullback is the Gauss–Newton matrix (1/N) Σ JᵀJ, and ρ = ½‖y − y0‖².
+    """The metric of squared error: its pullback is the Gauss–Newton matrix.
 
-    It is the Fisher metric of a Gaussian with unit variance. ``nn.MSELoss`` is 2/D of the matching loss ½‖y − t‖²;
-    ``reduction="mean"`` divides by the D outputs of an example (D = 3 in the example).
+    Args:
+        reduction: "sum" over the D outputs of an example, for the loss ½‖y − t‖²; "mean" divides by D. ``nn.MSELoss``
+            is 2/D of ½‖y − t‖².
 
-    >>> Euclidean(reduction="mean").flat(torch.zeros(1, 3), torch.ones(1, 3))
-    tensor([[0.3333, 0.3333, 0.3333]])
+    Method:
+        h = 1: the pullback is (1/N) Σ JᵀJ, and ρ = ½‖y − y0‖². It is the Fisher metric of a Gaussian with unit
+        variance.
+
+    Example:
+        >>> Euclidean(reduction="mean").flat(torch.zeros(1, 3), torch.ones(1, 3))
+        tensor([[0.3333, 0.3333, 0.3333]])
     """
 
     reduction: Reduction = "sum"
@@ -288,13 +294,21 @@ class Euclidean(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Sampled(DerivedMetric):
-    """Zero-mean random roots of any metric: s = Σ_k ε_k s_k with ε ~ N(0, 1) (Grosse 2021, section 5.2).
+    """A cheap random estimate of any metric, with the right mean.
 
-    E[s sᵀ] = h. One backward pass for each sample replaces one for each output. ``Fisher(family, samples=1)`` samples
-    targets instead.
+    One backward pass for each sample replaces one for each output. ``Fisher(family, samples=1)`` samples targets
+    instead.
 
-    >>> Sampled(Euclidean(), samples=2).root(torch.zeros(4, 3)).shape
-    torch.Size([2, 4, 3])
+    Args:
+        base: The metric to estimate.
+        samples: The number of random roots for every example.
+
+    Method:
+        s = Σ_k ε_k s_k with ε ~ N(0, 1), so that E[s sᵀ] = h (Grosse 2021, section 5.2).
+
+    Example:
+        >>> Sampled(Euclidean(), samples=2).root(torch.zeros(4, 3)).shape
+        torch.Size([2, 4, 3])
     """
 
     base: OutputMetric
@@ -383,18 +397,23 @@ def fresh_generator(device: torch.device) -> torch.Generator:
 @final
 @dataclass(frozen=True)
 class Fisher(OutputMetric):
-    """h = F_y = E_{t ~ p(·|y)}[∇log p ∇log pᵀ], the Hessian of ρ(y, y0) = KL(p_y0 ‖ p_y) at y0 (Amari 1998).
+    """The Fisher metric: how different the predicted distributions are, to second order.
 
-    ``family``: an output family, or a function from the outputs to a ``torch.distributions`` distribution.
-    ``samples``: None for the exact metric; k to draw k targets from the model for each example, s = ∇log p(t)/√k.
-    ``reduction="mean"`` divides by the number of terms (tokens, pixels) of an example.
-    For a ``Masked`` family (invalid actions, padded steps) the target is the mask of the batch.
+    Args:
+        family: An output family such as ``Categorical()``, or a function from the outputs to a ``torch.distributions``
+            distribution. For a ``Masked`` family (invalid actions, padded steps) the target is the mask of the batch.
+        samples: None for the exact metric; k to draw k targets from the model for each example, s = ∇log p(t)/√k.
+        reduction: "sum" over the terms (tokens, pixels) of an example; "mean" divides by their number.
 
-    >>> from natgrad.families import Categorical
-    >>> Fisher(Categorical()).root(torch.zeros(4, 3)).shape
-    torch.Size([3, 4, 3])
-    >>> Fisher(lambda y: torch.distributions.Poisson(y.exp()), samples=1).root(torch.zeros(4, 3)).shape
-    torch.Size([1, 4, 3])
+    Method:
+        h = F_y = E_{t ~ p(·|y)}[∇log p ∇log pᵀ], the Hessian of ρ(y, y0) = KL(p_y0 ‖ p_y) at y0 (Amari 1998).
+
+    Example:
+        >>> from natgrad.families import Categorical
+        >>> Fisher(Categorical()).root(torch.zeros(4, 3)).shape
+        torch.Size([3, 4, 3])
+        >>> Fisher(lambda y: torch.distributions.Poisson(y.exp()), samples=1).root(torch.zeros(4, 3)).shape
+        torch.Size([1, 4, 3])
     """
 
     family: Family | Callable[[Tensor], Distribution]

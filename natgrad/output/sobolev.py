@@ -23,35 +23,51 @@ from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetr
 @final
 @dataclass(frozen=True)
 class Sobolev(DerivedMetric):
-    """The norm of H^(ν + d/2) instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (Bai, Rosenberg and Xu 2022).
+    """A metric on functions that prefers smooth changes: the norm of a Sobolev space.
 
-    K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's inputs, with k(0) = 1. The paper writes the space as
-    H_s with s = d + 2ν. With the Euclidean ``base``, vᵀGv is 1/N of the squared norm of the smallest functions that
-    have the values J v at the inputs. For an over-parametrised model without damping, one step moves the training
-    outputs by −ηK e, where Gauss–Newton moves them by −ηe. So descent needs η < 2/λ_max(K), and λ_max(K) can be as
-    large as N. With ``Fisher(Categorical())`` it is the norm of x ↦ 2√p(·|x), the Hellinger embedding. If ℓ is small
-    compared with all distances, K = 1 and G is that of the base: Gauss–Newton, Fisher, K-FAC. G is a mean over the
-    examples; the paper has a sum.
+    ``ng.SobolevKFAC`` is the optimizer that uses it with Kronecker factors.
 
-    ``lengthscale``: a number, or a rule such as ``Median(divisor=4)`` that is measured on every batch. ``features``:
-    called with the model's inputs, if they are not real points [n *shape] (several arguments, tokens, images).
-    ``jitter``: K is replaced by (K + jitter)/(1 + jitter), in float64, so K_nn = 1 still.
+    Args:
+        base: The metric on the outputs of one example; ``Euclidean()`` by default.
+        nu: The smoothness ν of the kernel: ½, 3/2, 5/2, or any other positive number.
+        lengthscale: A number, or a rule such as ``Median(divisor=4)`` that is measured on every batch.
+        jitter: K is replaced by (K + jitter)/(1 + jitter), in float64, so K_nn = 1 still.
+        features: Called with the model's inputs, if they are not real points [n *shape] (several arguments, tokens,
+            images).
 
-    Equal examples count once, up to the jitter (exactly if it is 0): a batch of copies has 1/N of the metric of one of
-    them. A jitter below max(N, 4096) units in the last place of λ_max(K), about 10⁻¹²N, counts as 0. If K is singular
-    to rounding although its inputs differ, its smallest eigenvalues are raised to the rounding level, so rough
-    functions hardly move. If the jitter is small compared with N³ε² (10⁻⁶ in single precision for N ≥ 416), rows are
-    mixed in double precision. The ``Kernel`` structure never inverts K: it solves Jᵀ(λK + JJᵀ)⁻¹K e, which stays
-    accurate for ill-conditioned K.
+    Method:
+        The norm of H^(ν + d/2) instead of L² (Bai, Rosenberg and Xu 2022): G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ,
+        where K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's inputs, with k(0) = 1.
 
-    If ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of the
-    columns of the exact root. Independent samples would erase all of K⁻¹ but its diagonal. ``flat`` and ``divergence``
-    are those of the base, and step rules that measure a step by them (``TrustRegion``, ``SelfTuned``) do so in it.
+        The paper writes the space as H_s with s = d + 2ν. G is a mean over the examples; the paper has a sum.
 
-    >>> metric = Sobolev(lengthscale=2.0, jitter=0.0)
-    >>> metric.coupling(torch.tensor([[0.0], [2.0]]), 2)  # the inverse of [[1, 2/e], [2/e, 1]]
-    tensor([[ 2.1803, -1.6042],
-            [-1.6042,  2.1803]], dtype=torch.float64)
+        With the Euclidean ``base``, vᵀGv is 1/N of the squared norm of the smallest functions that have the values J v
+        at the inputs. With ``Fisher(Categorical())`` it is the norm of x ↦ 2√p(·|x), the Hellinger embedding. If ℓ is
+        small compared with all distances, K = 1 and G is that of the base: Gauss–Newton, Fisher, K-FAC.
+
+        For an over-parametrised model without damping, one step moves the training outputs by −ηK e, where Gauss–Newton
+        moves them by −ηe. So descent needs η < 2/λ_max(K), and λ_max(K) can be as large as N.
+
+        Equal examples count once, up to the jitter (exactly if it is 0): a batch of copies has 1/N of the metric of one
+        of them.
+
+        A jitter below max(N, 4096) units in the last place of λ_max(K), about 10⁻¹²N, counts as 0. If the jitter is
+        small compared with N³ε² (10⁻⁶ in single precision for N ≥ 416), rows are mixed in double precision.
+
+        If K is singular to rounding although its inputs differ, its smallest eigenvalues are raised to the rounding
+        level, so rough functions hardly move. The ``Kernel`` structure never inverts K: it solves Jᵀ(λK + JJᵀ)⁻¹K e,
+        which stays accurate for ill-conditioned K.
+
+        If ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of
+        the columns of the exact root. Independent samples would erase all of K⁻¹ but its diagonal. ``flat`` and
+        ``divergence`` are those of the base, and step rules that measure a step by them (``TrustRegion``,
+        ``SelfTuned``) do so in it.
+
+    Example:
+        >>> metric = Sobolev(lengthscale=2.0, jitter=0.0)
+        >>> metric.coupling(torch.tensor([[0.0], [2.0]]), 2)  # the inverse of [[1, 2/e], [2/e, 1]]
+        tensor([[ 2.1803, -1.6042],
+                [-1.6042,  2.1803]], dtype=torch.float64)
     """
 
     base: OutputMetric = field(default_factory=Euclidean)

@@ -39,22 +39,32 @@ class CGReport:
 @final
 @dataclass(frozen=True)
 class CG(Solver):
-    """(G + λ)v = ω by preconditioned conjugate gradients (Grosse 2021, section 5.2).
+    """Solve by conjugate gradients, from products with the metric alone.
 
-    It stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
-    solve starts from the last solution. ``preconditioner``: a structure, inverted with the same damping (it must be
-    regular: give damping). On a singular but consistent system the solution of least norm is reached when started at
-    zero. ``sharp`` raises where ω is not in the range of the metric, where an undamped solve is cut short far from a
-    solution, and along a direction of negative curvature. A damped solve that is cut short still descends: the logger
-    "natgrad" says so once.
+    Args:
+        tol: Stop at this relative residual.
+        max_steps: The most products with the metric. A damped solve that is cut short still descends: the logger
+            "natgrad" says so once.
+        preconditioner: A structure, inverted with the same damping; it must be regular, so give damping.
+            ``Nystrom(rank)`` is made for this.
 
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> G = ng.Implicit().estimate(ng.pullback(model, torch.randn(8, 2), ng.Euclidean()))
-    >>> inverse = CG(tol=1e-6).init(G, damping=0.1)
-    >>> v = inverse.sharp(ng.differential(model, model(torch.ones(1, 2)).sum()))
-    >>> inverse.report.converged
-    True
+    Raises:
+        SingularMetricError: if ω is not in the range of the metric, or an undamped solve is cut short far from a
+            solution.
+
+    Method:
+        (G + λ)v = ω by preconditioned conjugate gradients (Grosse 2021, section 5.2). A new solve starts from the last
+        solution; ``inverse.report`` says how the last one ended. On a singular but consistent system the solution of
+        least norm is reached when started at zero.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> G = ng.Implicit().estimate(ng.pullback(model, torch.randn(8, 2), ng.Euclidean()))
+        >>> inverse = CG(tol=1e-6).init(G, damping=0.1)
+        >>> v = inverse.sharp(ng.differential(model, model(torch.ones(1, 2)).sum()))
+        >>> inverse.report.converged
+        True
     """
 
     iterative: ClassVar[bool] = True

@@ -19,7 +19,11 @@ from natgrad.structures.kronecker import KroneckerOperator
 
 
 class Solver(ABC):
-    """v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; ``sharp`` applies it to any covector."""
+    """The base class of solvers, which invert the metric.
+
+    Method:
+        v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; ``sharp`` applies it to any covector.
+    """
 
     by_layer: ClassVar[bool] = False  # whether the inverse of a layer depends on that layer alone
     damps_factors: ClassVar[bool] = False  # whether the damping is added to the factors of a layer, not to the metric
@@ -49,14 +53,19 @@ class Solver(ABC):
 @final
 @dataclass(frozen=True)
 class Cholesky(Solver):
-    """(G + λ)⁻¹ by Cholesky: of the matrix, of its blocks, of the kernel (Woodbury) or of the capacity of a low rank.
+    """Invert the metric exactly by Cholesky factorisation; refuses a singular one.
 
-    A singular or indefinite matrix raises, with its rank and smallest eigenvalue.
+    Raises:
+        SingularMetricError: if the matrix is singular or indefinite, with its rank and smallest eigenvalue.
 
-    >>> import torch, natgrad as ng
-    >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 4.0]))
-    >>> Cholesky().init(G, damping=1.0).sharp(ng.Covector({"w": torch.tensor([2.0, 10.0])}))["w"]
-    tensor([1., 2.])
+    Method:
+        (G + λ)⁻¹ by Cholesky: of the matrix, of its blocks, of the kernel (Woodbury) or of the capacity of a low rank.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 4.0]))
+        >>> Cholesky().init(G, damping=1.0).sharp(ng.Covector({"w": torch.tensor([2.0, 10.0])}))["w"]
+        tensor([1., 2.])
     """
 
     by_layer: ClassVar[bool] = True
@@ -73,17 +82,22 @@ class Cholesky(Solver):
 @final
 @dataclass(frozen=True)
 class Factored(Solver):
-    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
+    """Invert Kronecker factors one by one, as K-FAC does: the fastest, with approximate damping.
 
-    The inverse of G + λM with the reference metric M = 1 ⊗ 1, up to the cross terms √λ(π S ⊗ 1 + 1 ⊗ A/π): the step
-    is shorter than that of ``Cholesky``, which damps by exactly λM through the eigenvalues. It needs no eigenvalues.
+    Method:
+        (S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
 
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 3)
-    >>> pb = ng.pullback(model, torch.randn(8, 2), ng.Euclidean())
-    >>> ω = ng.Covector({name: torch.ones_like(p) for name, p in model.named_parameters()})
-    >>> ng.sharp(ng.Kronecker().estimate(pb), ω, Factored(), damping=0.1)
-    Vector(weight: (3, 2), bias: (3,))
+        The inverse of G + λM with the reference metric M = 1 ⊗ 1, up to the cross terms √λ(π S ⊗ 1 + 1 ⊗ A/π): the step
+        is shorter than that of ``Cholesky``, which damps by exactly λM through the eigenvalues. It needs no
+        eigenvalues.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> model = torch.nn.Linear(2, 3)
+        >>> pb = ng.pullback(model, torch.randn(8, 2), ng.Euclidean())
+        >>> ω = ng.Covector({name: torch.ones_like(p) for name, p in model.named_parameters()})
+        >>> ng.sharp(ng.Kronecker().estimate(pb), ω, Factored(), damping=0.1)
+        Vector(weight: (3, 2), bias: (3,))
     """
 
     by_layer: ClassVar[bool] = True
@@ -113,18 +127,26 @@ def _factored(G: Operator, damping: Damping, warm: Mapping[str, Tensor], into: I
 @final
 @dataclass(frozen=True, eq=False)
 class Pinv(Solver):
-    """v = argmin ‖y‖_W subject to G y = ω; without a weight the Moore–Penrose inverse.
+    """Invert the metric where it can be inverted: the pseudo-inverse, for singular metrics.
 
-    This is (33) of van Oostrum, Müller and Ay (2023). For every W its pushforward is the projection of the gradient
-    onto the span of the coordinate vectors (their theorem 1); the vector itself depends on both W and the coordinates.
-    ``rtol``: eigenvalues at most rtol times the largest count as zero (default: size × machine epsilon). ``weight``:
-    positive numbers for every parameter (a mapping of tensors by name), or for ``Dense`` and ``Kernel`` a positive
-    definite matrix [p q] in flattening order. With damping G + λ has one inverse, whatever the weight.
+    Args:
+        rtol: Eigenvalues at most rtol times the largest count as zero (default: size × machine epsilon).
+        weight: W: positive numbers for every parameter (a mapping of tensors by name), or for ``Dense`` and ``Kernel``
+            a positive definite matrix [p q] in flattening order. With damping G + λ has one inverse, whatever the
+            weight.
 
-    >>> import natgrad as ng
-    >>> G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.ones(2, 2))
-    >>> ng.sharp(G, ng.Covector({"w": torch.tensor([6.0, 6.0])}), solver=Pinv())["w"]
-    tensor([3.0000, 3.0000])
+    Method:
+        v = argmin ‖y‖_W subject to G y = ω; without a weight the Moore–Penrose inverse.
+
+        This is (33) of van Oostrum, Müller and Ay (2023). For every W its pushforward is the projection of the gradient
+        onto the span of the coordinate vectors (their theorem 1); the vector itself depends on both W and the
+        coordinates.
+
+    Example:
+        >>> import natgrad as ng
+        >>> G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.ones(2, 2))
+        >>> ng.sharp(G, ng.Covector({"w": torch.tensor([6.0, 6.0])}), solver=Pinv())["w"]
+        tensor([3.0000, 3.0000])
     """
 
     damping_note: ClassVar[str] = "exact, (G + λ·1)⁺"

@@ -24,12 +24,19 @@ Loss: TypeAlias = Callable[[Mapping[str, Tensor] | None], float]
 @final
 @dataclass(frozen=True)
 class Step:
-    """What a rule decided: the displacement δ (to be added), the damping from now on, and what happened, in words.
+    """What a step rule decided: where to go, and why.
 
-    A step that is not ``accepted`` changes no parameter. ``converged``: a rule of convergence is met, which ``reason``
-    names, by this step or, if it is not accepted, at this point. ``landing`` holds the exact values of parameters
-    that a constraint has put somewhere: θ + (bound − θ) would round to either side of the bound. ``velocity``: the
-    momentum from now on, where the rule decides it.
+    Attributes:
+        displacement: δ, to be added to the parameters.
+        damping: The damping from now on.
+        accepted: Whether the step is taken; if not, no parameter changes.
+        reason: What happened, in words.
+        ratio: Actual over predicted decrease, where a rule measured it.
+        landing: The exact values of parameters that a constraint has put somewhere: θ + (bound − θ) would round to
+            either side of the bound.
+        velocity: The momentum from now on, where the rule decides it.
+        converged: Whether a rule of convergence is met, which ``reason`` names, by this step or, if it is not accepted,
+            at this point.
     """
 
     displacement: Vector
@@ -54,11 +61,14 @@ class Step:
 @final
 @dataclass(frozen=True)
 class ResidualSpace:
-    """Of a loss ½‖r(θ)‖²: the residuals r [m], and their Jacobian J [m p].
+    """The residuals of a least-squares loss and their Jacobian, for step rules.
 
-    ``solve(t, λ)`` is (JᵀJ + λ)⁻¹Jᵀt, the damped least-squares solution of J v = t; t need not be formed from a
-    covector, which would square the condition number. ``push(v)`` is J v [m], and ``second(v)`` is the second
-    derivative of r along v [m].
+    Attributes:
+        value: The residuals r [m] of the loss ½‖r(θ)‖².
+        solve: ``solve(t, λ)`` is (JᵀJ + λ)⁻¹Jᵀt, the damped least-squares solution of J v = t; t need not be formed
+            from a covector, which would square the condition number.
+        push: ``push(v)`` is J v [m].
+        second: ``second(v)`` is the second derivative of r along v [m].
     """
 
     value: Tensor
@@ -70,15 +80,28 @@ class ResidualSpace:
 @final
 @dataclass(frozen=True)
 class StepContext:
-    """All that a step rule may look at. Nothing in it changes the model, and what is not asked for is not computed.
+    """All that a step rule may look at.
 
-    ``sharp(ω, λ)`` is (G + λ)⁻¹ω. ``move(v)`` is the displacement −lr·(μm + v) that the optimizer would make of v by
-    itself; v is overwritten. ``velocity()`` is the momentum that the last step left. With momentum on gradients it is
-    in ``smooth(ω)`` = μm + (1 − μ)ω, there is no velocity, and ``move(v)`` is −lr·v; else ``smooth(ω)`` is ω.
-    ``acceleration(δ)`` = −Γ(δ, δ) is the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss
-    of the closure at θ (None: here), if there is a closure. ``queries()`` answers questions about the model and its
-    metric on the batch: of accumulated gradients, on all passes of the step together. ``residuals``: of a
-    loss of least squares, where the residuals are known.
+    Nothing in it changes the model, and what is not asked for is not computed.
+
+    Attributes:
+        step: The number of steps before this one.
+        params: The parameters by name.
+        differential: ω, the differential of the loss.
+        operator: G, the metric in its structure.
+        damping: λ.
+        rates: The learning rates.
+        decay: A function that returns the factors of weight decay by name.
+        smooth: ``smooth(ω)`` is μm + (1 − μ)ω where momentum is on gradients; else ω.
+        sharp: ``sharp(ω, λ)`` is (G + λ)⁻¹ω.
+        move: ``move(v)`` is the displacement −lr·(μm + v) that the optimizer would make of v by itself; v is
+            overwritten. With momentum on gradients it is −lr·v.
+        velocity: A function that returns the momentum that the last step left, or None.
+        acceleration: ``acceleration(δ)`` is −Γ(δ, δ), the second derivative of the geodesic with velocity δ.
+        queries: A function that returns the ``BatchQueries`` of the batch, on all passes of the step together.
+        loss_at: ``loss_at(θ)`` is the loss of the closure at θ (None: here), if there is a closure.
+        residuals: Of a loss of least squares, where the residuals are known.
+        at_rest: ``at_rest(v)`` is v with zeros for parameters that are not to move.
     """
 
     step: int  # the number of steps before this one
@@ -175,14 +198,17 @@ class StepRule(ABC):
 
 
 class PlainRule(StepRule):
-    """A rule that multiplies the natural gradient v by numbers: δ = −lr·(μm + c·v).
+    """The base class of step rules that only scale the natural gradient.
 
     Such a step is taken in place, without memory for δ, and on a GPU it is captured in a CUDA graph: ``scale`` and
     ``direction`` must not read values of tensors on the host.
 
-    Two flags save work. ``bounded = True``: c·v is finite whenever v and c are, and is not checked again.
-    ``measured = False``: ``scale`` does not read ``square``, which is then not computed on a GPU. The check for NaN
-    then sees c only, if ``scale`` returns a dict: its numbers must be NaN where v is not finite.
+    Method:
+        δ = −lr·(μm + c·v).
+
+        Two flags save work. ``bounded = True``: c·v is finite whenever v and c are, and is not checked again.
+        ``measured = False``: ``scale`` does not read ``square``, which is then not computed on a GPU. The check for NaN
+        then sees c only, if ``scale`` returns a dict: its numbers must be NaN where v is not finite.
     """
 
     bounded: ClassVar[bool] = False

@@ -30,14 +30,18 @@ class Constraint:
 @final
 @dataclass(frozen=True)
 class Constrained(StepRule):
-    """Any step rule with a constraint around it.
+    """Any step rule with a constraint on the parameters around it.
 
-    ``BackProjection`` and ``Clipping`` move what the rule decided: its divergence, loss and ratio are those of the step
-    before it was projected or clipped. ``Penalty`` is part of what the rule judges.
+    Args:
+        rule: The step rule.
+        constraint: ``BackProjection``, ``Clipping`` or ``Penalty``. The first two move what the rule decided: its
+            divergence, loss and ratio are those of the step before it was projected or clipped. ``Penalty`` is part of
+            what the rule judges.
 
-    >>> from natgrad.step.rules import Fixed
-    >>> Constrained(Fixed(), Clipping({"w": (0.0, 1.0)})).needs_closure
-    False
+    Example:
+        >>> from natgrad.step.rules import Fixed
+        >>> Constrained(Fixed(), Clipping({"w": (0.0, 1.0)})).needs_closure
+        False
     """
 
     rule: StepRule
@@ -74,7 +78,20 @@ class Constrained(StepRule):
 @final
 @dataclass(frozen=True)
 class BackProjection(Constraint):
-    """θ ← Π(θ + δ) with a projection of the user's, on a mapping of all parameters by name."""
+    """Keep parameters in a set by projecting them back after every step.
+
+    Args:
+        project: Π, a function from a dict of all parameters by name to those that it changes.
+
+    Method:
+        θ ← Π(θ + δ).
+
+    Example:
+        >>> from natgrad.step.rules import Fixed
+        >>> unit = BackProjection(lambda p: {"w": p["w"] / p["w"].norm()})
+        >>> Constrained(Fixed(), unit).needs_closure
+        False
+    """
 
     project: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
@@ -114,9 +131,20 @@ class Clipping(Constraint):
 @final
 @dataclass(frozen=True)
 class Penalty(Constraint):
-    """L + weight·q(θ): the differential of a smooth penalty is added before the metric turns it into a step.
+    """Keep parameters near a set by adding a smooth penalty to the loss.
 
     Not for ``LeastSquares``, whose steps are made of residuals: there a penalty is a class of residuals.
+
+    Args:
+        penalty: q(θ), a function of a dict of all parameters by name that returns one number.
+        weight: What q is multiplied by.
+
+    Method:
+        L + weight·q(θ): the differential of the penalty is added before the metric turns it into a step.
+
+    Example:
+        >>> Penalty(lambda p: p["w"].square().sum(), weight=0.1).weight
+        0.1
     """
 
     penalty: Callable[[Mapping[str, Tensor]], Tensor]

@@ -21,10 +21,18 @@ from natgrad.structures.dense import Dense
 
 
 def christoffel(pb: Pullback, v: Vector) -> Covector:
-    """Γ♭(v, v)_p = v^q v^r (∂_q G_pr − ½ ∂_p G_qr), the acceleration of a geodesic with the index lowered, negated.
+    """The acceleration of a geodesic of the metric, with the index lowered and negated.
 
-    With the energy E(θ, v) = ½ vᵀG(θ)v of the exact metric, Γ♭ = ∂_t ∂_v E(θ + tv, v) − ∂_θ E(θ, v): the
-    Euler–Lagrange equation of E, by automatic differentiation, without a Christoffel symbol.
+    Args:
+        pb: The pullback, with an exact metric.
+        v: The velocity.
+
+    Returns:
+        Γ♭(v, v)_p = v^q v^r (∂_q G_pr − ½ ∂_p G_qr), a ``Covector``.
+
+    Method:
+        With the energy E(θ, v) = ½ vᵀG(θ)v of the exact metric, Γ♭ = ∂_t ∂_v E(θ + tv, v) − ∂_θ E(θ, v): the
+        Euler–Lagrange equation of E, by automatic differentiation, without a Christoffel symbol.
     """
     return christoffel_at(pb.batch, pb.metric, v)
 
@@ -81,18 +89,34 @@ def exponential(
     damping: float = 0.0,
     params: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Exp_θ(v): the end of the geodesic that leaves θ with velocity v, after unit time (Luk and Grosse 2018).
+    """Follow a geodesic of the metric for unit time; for small models.
 
-    θ″ = −G⁻¹Γ♭(θ′, θ′) is integrated by the classical Runge–Kutta rule with ``steps`` steps. Each step solves with the
-    dense metric, so the model must be small. To first order the end is θ + v, to second ``GeodesicCorrected``.
+    Args:
+        model: A module or a pure function f(params, x).
+        x: The inputs at which the metric is taken.
+        metric: The metric on the outputs, or the loss.
+        v: The velocity at the start, a ``Vector``.
+        steps: The number of steps of the integrator.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+        solver: How the metric is inverted; ``Cholesky()`` by default.
+        damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
+        params: The parameters to use, by name, or all that require a gradient.
 
-    >>> import natgrad as ng
-    >>> f = lambda θ, x: torch.stack([θ["r"] * θ["a"].cos(), θ["r"] * θ["a"].sin()])[None]
-    >>> θ = {"r": torch.tensor(1.0, dtype=torch.float64), "a": torch.tensor(0.0, dtype=torch.float64)}
-    >>> v = ng.Vector({"r": torch.tensor(0.0), "a": torch.tensor(1.0)}).map(torch.Tensor.double)
-    >>> end = exponential(f, None, ng.Euclidean(), v, params=θ)  # a straight line, (1, 0) to (1, 1)
-    >>> f"{end['r']:.4f} {end['a']:.4f}"
-    '1.4142 0.7854'
+    Returns:
+        The parameters at the end, Exp_θ(v), by name.
+
+    Method:
+        θ″ = −G⁻¹Γ♭(θ′, θ′) is integrated by the classical Runge–Kutta rule (Luk and Grosse 2018). Each step solves with
+        the dense metric, so the model must be small. To first order the end is θ + v, to second ``GeodesicCorrected``.
+
+    Example:
+        >>> import natgrad as ng
+        >>> f = lambda θ, x: torch.stack([θ["r"] * θ["a"].cos(), θ["r"] * θ["a"].sin()])[None]
+        >>> θ = {"r": torch.tensor(1.0, dtype=torch.float64), "a": torch.tensor(0.0, dtype=torch.float64)}
+        >>> v = ng.Vector({"r": torch.tensor(0.0), "a": torch.tensor(1.0)}).map(torch.Tensor.double)
+        >>> end = exponential(f, None, ng.Euclidean(), v, params=θ)  # a straight line, (1, 0) to (1, 1)
+        >>> f"{end['r']:.4f} {end['a']:.4f}"
+        '1.4142 0.7854'
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")

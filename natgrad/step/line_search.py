@@ -17,14 +17,21 @@ from natgrad.step.base import Step, StepContext, StepRule
 @final
 @dataclass(frozen=True)
 class GridSearch(StepRule):
-    """δ = −η·lr·v, η of a grid at which the loss is least: η = 1, ½, ¼, …, 2^−(``tries`` − 1), from the longest on.
+    """Try several lengths of the step and take the one with the least loss.
 
-    Müller and Zeinhofer (2023) take it for residuals of differential equations: the loss is far from quadratic at the
-    start, where the best η is small, and one is found by looking. The search ends where the loss has fallen below that
-    of the start and rises again. Where no η lowers the loss, the parameters stay. Needs ``opt.step(closure)``.
+    Needs ``opt.step(closure)``. Where no length lowers the loss, the parameters stay.
 
-    >>> GridSearch(tries=20)
-    GridSearch(tries=20)
+    Args:
+        tries: The number of lengths on the grid, each half of the one before.
+
+    Method:
+        δ = −η·lr·v with η = 1, ½, ¼, …, 2^−(tries − 1), from the longest on. The search ends where the loss has fallen
+        below that of the start and rises again. Müller and Zeinhofer (2023) take it for residuals of differential
+        equations: the loss is far from quadratic at the start, where the best η is small.
+
+    Example:
+        >>> GridSearch(tries=20)
+        GridSearch(tries=20)
     """
 
     needs_closure: ClassVar[bool] = True
@@ -51,12 +58,21 @@ class GridSearch(StepRule):
 @final
 @dataclass(frozen=True)
 class Armijo(StepRule):
-    """δ = −η·lr·v with the first η = 1, c, c², … for which L(θ + δ) ≤ L(θ) + ``slope``·⟨ω, δ⟩ (Armijo 1966).
+    """Shorten the step until the loss has fallen enough.
 
-    c is ``shrink``. Where no η is found in ``tries``, the parameters stay. Needs ``opt.step(closure)``.
+    Needs ``opt.step(closure)``. Where no length does, the parameters stay.
 
-    >>> Armijo()
-    Armijo(slope=0.0001, shrink=0.5, tries=30)
+    Args:
+        slope: How much of the decrease that the gradient promises is enough.
+        shrink: c, by which a step that is too long is multiplied.
+        tries: The most lengths to try.
+
+    Method:
+        δ = −η·lr·v with the first η = 1, c, c², … for which L(θ + δ) ≤ L(θ) + slope·⟨ω, δ⟩ (Armijo 1966).
+
+    Example:
+        >>> Armijo()
+        Armijo(slope=0.0001, shrink=0.5, tries=30)
     """
 
     needs_closure: ClassVar[bool] = True
@@ -94,15 +110,26 @@ def no_decrease(context: StepContext, δ: Vector, start: float, tries: int) -> s
 @final
 @dataclass(frozen=True)
 class GeodesicSearch(StepRule):
-    """δ(η) = η·w + ½η²·a with w = −lr·v and a = −Γ(w, w): a search along the parabola that follows the geodesic.
+    """Search for the best step along a parabola that follows the geodesic; for least squares.
 
-    a is the geodesic acceleration (Transtrum and Sethna 2012): of least squares −(JᵀJ + λ)⁻¹Jᵀr″, with the second
-    derivative r″ of the residuals along w. η = 1, ½, ¼, … as in ``GridSearch``. The η that is found says how far the
-    model holds, and sets λ for the next step: from ½ on λ is divided by ``factor``, below ⅛ it is multiplied by it.
-    Where the parabola does not descend, the straight line is searched. Needs ``opt.step(closure)``.
+    It is the default of ``LeastSquares``. Needs ``opt.step(closure)`` in other optimizers.
 
-    >>> GeodesicSearch()
-    GeodesicSearch(factor=10.0, tries=30, smallest=1e-14)
+    Args:
+        factor: What λ is divided by after a long step, and multiplied by after a short one.
+        tries: The most lengths to try.
+        smallest: The smallest λ.
+
+    Method:
+        δ(η) = η·w + ½η²·a with w = −lr·v and a = −Γ(w, w), the geodesic acceleration (Transtrum and Sethna 2012): of
+        least squares −(JᵀJ + λ)⁻¹Jᵀr″, with the second derivative r″ of the residuals along w.
+
+        η = 1, ½, ¼, … as in ``GridSearch``. The η that is found says how far the model holds, and sets λ for the next
+        step: from ½ on λ is divided by ``factor``, below ⅛ it is multiplied by it. Where the parabola does not descend,
+        the straight line is searched.
+
+    Example:
+        >>> GeodesicSearch()
+        GeodesicSearch(factor=10.0, tries=30, smallest=1e-14)
     """
 
     adapts_damping: ClassVar[bool] = True

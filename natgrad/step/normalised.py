@@ -20,16 +20,24 @@ from natgrad.step.base import PlainRule, SharpMap, rescale_
 @final
 @dataclass(frozen=True)
 class Normalised(PlainRule):
-    """v ← rms·v/√mean(v²), for each parameter tensor: the root mean square of its step is lr·rms.
+    """Give the step of every parameter tensor the same size, as Adam's have.
 
-    The weight and the bias of a layer are two tensors, each with its own scale. The step does not depend on the scale
-    of the loss, of the metric or of the damping, and a learning rate is like that of Adam, whose steps have about this
-    size for ``rms=0.2`` (Liu et al. 2025). A step that is zero stays zero, and so does that of a gradient of which only
-    rounding is left beside the largest one (``natgrad.linalg.is_rounding``): it would be a random step of full length.
+    A learning rate is then like that of Adam, and the step does not depend on the scale of the loss, the metric or the
+    damping.
 
-    >>> ω = Covector({"w": torch.tensor([3.0, -3.0]), "rounding": torch.tensor([3e-9])})
-    >>> dict(Normalised().direction(ω, SharpMap(lambda ω: Vector(dict(ω)))))
-    {'w': tensor([ 0.2000, -0.2000]), 'rounding': tensor([0.])}
+    Args:
+        rms: The root mean square of a step, as a multiple of the learning rate; Adam's steps have about 0.2 (Liu et al.
+            2025).
+
+    Method:
+        v ← rms·v/√mean(v²), for each parameter tensor. The weight and the bias of a layer are two tensors, each with
+        its own scale. A step that is zero stays zero, and so does that of a gradient of which only rounding is left
+        beside the largest one (``natgrad.linalg.is_rounding``): it would be a random step of full length.
+
+    Example:
+        >>> ω = Covector({"w": torch.tensor([3.0, -3.0]), "rounding": torch.tensor([3e-9])})
+        >>> dict(Normalised().direction(ω, SharpMap(lambda ω: Vector(dict(ω)))))
+        {'w': tensor([ 0.2000, -0.2000]), 'rounding': tensor([0.])}
     """
 
     bounded: ClassVar[bool] = True

@@ -25,37 +25,48 @@ _CONDITION = 1e4  # singular values below the largest by this factor need not be
 @final
 @dataclass(frozen=True)
 class Polar(PlainRule):
-    """v = G^-p/2 polar(G^-p/2 ω) of every matrix, where polar(UΣVᵀ) = UVᵀ.
+    """Give all singular values of a matrix's step the same size, as Muon does.
 
-    In the identity metric this is Muon (Jordan et al. 2024). Of all steps with ‖G^p/2 v‖ ≤ 1 in the spectral norm it
-    descends most: in a layer with G = S ⊗ A no unit vector of inputs changes the outputs by more than one, both
-    measured in the metric. p is the power of the structure (``Kronecker(power=…)``); with ``power=0`` nothing is
-    estimated. A kernel [o i h w] is the matrix [o i·h·w]. A stack of experts [e i o] cannot be told from a kernel here:
-    ``fallback="adamw"`` takes it, unless the metric is one of outputs.
+    Parameters with fewer than two axes have no polar factor: give them to ``fallback="adamw"``. It also takes matrices
+    with one row or one column, unless there are no others: their polar factor has one length, however small the
+    gradient is.
 
-    Then v is made as long as rms·√max(o, i) times polar(…): where that has the full rank, the root mean square of the
-    step is lr·rms. In the identity metric this is ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` for
-    ``rms=0.2`` (Liu et al. 2025), with ``momentum_on="gradients"``. A step that is zero stays zero, and so does that of
-    a gradient of which only rounding is left beside the largest one (``natgrad.linalg.is_rounding``).
+    Args:
+        rms: The root mean square of a step of full rank, as a multiple of the learning rate.
+        iteration: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
+            and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the
+            parameters (Amsel et al. 2025).
 
-    ``iteration``: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
-    and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the parameters
-    (Amsel et al. 2025). In "muon" the scale of the loss changes a step by the rounding of bfloat16, which the steps
-    enlarge: by less than 3 % where the gradients have full rank, and by up to 20 % where their rank is low. By
-    "minimax" it changes by the rounding of the parameters. Parameters with fewer than two axes have no polar factor:
-    give them to ``fallback="adamw"``. It also takes matrices with one row or one column, unless there are no others:
-    their polar factor has one length, however small the gradient is.
+    Method:
+        v = G^-p/2 polar(G^-p/2 ω) of every matrix, where polar(UΣVᵀ) = UVᵀ. In the identity metric this is Muon (Jordan
+        et al. 2024). p is the power of the structure (``Kronecker(power=…)``); with ``power=0`` nothing is estimated.
 
-    >>> Polar()
-    Polar(rms=0.2, iteration='muon')
-    >>> def change(rank, iteration):
-    ...     torch.manual_seed(0)
-    ...     ω = Covector({"w": torch.randn(60, rank) @ torch.randn(rank, 30)})
-    ...     rule, same = Polar(iteration=iteration), SharpMap(lambda ω: Vector(dict(ω)))
-    ...     one, other = (rule.direction(k * ω, same)["w"] for k in (1.0, 3.0))
-    ...     return float((other - one).norm() / one.norm())
-    >>> change(30, "muon") < 0.03, change(4, "muon") < 0.2, change(30, "minimax") < 1e-3
-    (True, True, True)
+        Of all steps with ‖G^p/2 v‖ ≤ 1 in the spectral norm it descends most: in a layer with G = S ⊗ A no unit vector
+        of inputs changes the outputs by more than one, both measured in the metric.
+
+        Then v is made as long as rms·√max(o, i) times polar(…). In the identity metric this is
+        ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` for ``rms=0.2`` (Liu et al. 2025), with
+        ``momentum_on="gradients"``. A step that is zero stays zero, and so does that of a gradient of which only
+        rounding is left beside the largest one (``natgrad.linalg.is_rounding``).
+
+        A kernel [o i h w] is the matrix [o i·h·w]. A stack of experts [e i o] cannot be told from a kernel here:
+        ``fallback="adamw"`` takes it, unless the metric is one of outputs.
+
+        In "muon" the scale of the loss changes a step by the rounding of bfloat16, which the steps enlarge: by less
+        than 3 % where the gradients have full rank, and by up to 20 % where their rank is low. By "minimax" it changes
+        by the rounding of the parameters.
+
+    Example:
+        >>> Polar()
+        Polar(rms=0.2, iteration='muon')
+        >>> def change(rank, iteration):
+        ...     torch.manual_seed(0)
+        ...     ω = Covector({"w": torch.randn(60, rank) @ torch.randn(rank, 30)})
+        ...     rule, same = Polar(iteration=iteration), SharpMap(lambda ω: Vector(dict(ω)))
+        ...     one, other = (rule.direction(k * ω, same)["w"] for k in (1.0, 3.0))
+        ...     return float((other - one).norm() / one.norm())
+        >>> change(30, "muon") < 0.03, change(4, "muon") < 0.2, change(30, "minimax") < 1e-3
+        (True, True, True)
     """
 
     bounded: ClassVar[bool] = True

@@ -30,10 +30,12 @@ Answer = TypeVar("Answer")
 @final
 @dataclass(frozen=True)
 class BatchQueries:
-    """Of the model and its metric on the batch of a step: all passes of it together, weighted by their examples.
+    """Questions that a step rule may ask about the model and its metric on the batch of a step.
 
-    ``passes``: the batches of gradient accumulation, or one, each with the metric on its outputs. ``mean(values, n)``:
-    the mean of tensors over all processes, weighted by their numbers of examples n.
+    Args:
+        passes: The batches of gradient accumulation, or one, each with the metric on its outputs. Their answers are
+            weighted by examples.
+        mean: ``mean(values, n)``, the mean of tensors over all processes, weighted by their numbers of examples n.
     """
 
     passes: Sequence[tuple[Batch, OutputMetric]]

@@ -19,7 +19,11 @@ from natgrad.structures.dense import inverse_in_units
 @final
 @dataclass(frozen=True)
 class Fixed(PlainRule):
-    """δ = −lr·v: the natural gradient times the learning rate (Amari 1998)."""
+    """Step by the learning rate times the natural gradient, as torch's optimizers do.
+
+    Method:
+        δ = −lr·v (Amari 1998).
+    """
 
     bounded: ClassVar[bool] = True
 
@@ -30,13 +34,19 @@ class Fixed(PlainRule):
 @final
 @dataclass(frozen=True)
 class KLClip(PlainRule):
-    """v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)): the natural gradient, shortened before it enters the momentum.
+    """Shorten steps that would change the predictions too much.
 
-    ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher and without damping, twice the KL divergence of a step v to second order; with
-    damping it is more (Ba, Grosse and Martens 2017). It stays on the device: nothing waits for a GPU.
+    Args:
+        radius: About twice the largest KL divergence of a step.
 
-    >>> KLClip()
-    KLClip(radius=0.001)
+    Method:
+        v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)), before it enters the momentum. ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher and
+        without damping, twice the KL divergence of a step v to second order; with damping it is more (Ba, Grosse and
+        Martens 2017). It stays on the device: nothing waits for a GPU.
+
+    Example:
+        >>> KLClip()
+        KLClip(radius=0.001)
     """
 
     bounded: ClassVar[bool] = True
@@ -59,16 +69,20 @@ _AIM = 0.9  # the share of the radius that a shortened step aims at
 @final
 @dataclass(frozen=True)
 class Backtracking:
-    """Shorten the step until the true divergence D is within the radius, at most ``tries`` times.
+    """Shorten a trust-region step until the outputs really change as little as asked.
 
-    Each time it is multiplied by √(0.9 radius/D), after which a divergence that grows like the square of the step would
-    be nine tenths of the radius, or by ``shrink``, whichever is larger. ``opt.last.reason`` tells how short the step
-    became.
+    Args:
+        shrink: The least factor by which a step is shortened at once.
+        tries: The most times that it is shortened. ``opt.last.reason`` tells how short the step became.
+        reverse: Measure KL(new‖old) (Grosse 2021, (9)) instead of KL(old‖new) (Schulman et al. 2015).
+        improve: The loss itself must not rise either; ``opt.step`` then needs a closure.
 
-    The divergence of the outputs is, for Fisher, KL(old‖new) (Schulman et al. 2015); with ``reverse=True`` it is
-    KL(new‖old) (Grosse 2021, (9)). Both have the metric as their Hessian, and differ in steps of finite length: on
-    classes KL(new‖old) is at most −log of the least old probability, so that a large radius limits nothing. With
-    ``improve=True`` the loss itself must not rise either, and ``opt.step`` needs a closure.
+    Method:
+        Each time the step is multiplied by √(0.9 radius/D) for the true divergence D, after which a divergence that
+        grows like the square of the step would be nine tenths of the radius, or by ``shrink``, whichever is larger.
+
+        Both divergences have the metric as their Hessian, and differ in steps of finite length: on classes KL(new‖old)
+        is at most −log of the least old probability, so that a large radius limits nothing.
     """
 
     shrink: float = 0.5
@@ -90,16 +104,24 @@ class Backtracking:
 @final
 @dataclass(frozen=True)
 class TrustRegion(StepRule):
-    """Steepest descent in the ball ½ δᵀGδ ≤ ``radius`` (Johnson 2017): δ = −v·√(2 radius/vᵀGv).
+    """Make every step as long as a bound on the change of the outputs allows.
 
-    The step reaches the boundary, whatever the learning rate; ``longest`` limits it to so many times lr·v (with
-    ``longest=1`` the rule only clips). With ``backtracking`` the step is shortened until the *true* divergence of the
-    outputs (for Fisher the KL divergence) between where the step lands, weight decay included, and the current point
-    is within the radius too. If it never is (the decay alone may be too much), the parameters stay. The step is along
-    the natural gradient; ``natgrad.proximal.trust_region`` minimises the loss itself in the region.
+    The step is along the natural gradient; ``natgrad.proximal.trust_region`` minimises the loss itself in the region.
 
-    >>> TrustRegion(radius=0.01, longest=1.0)
-    TrustRegion(radius=0.01, backtracking=None, longest=1.0)
+    Args:
+        radius: The largest ½ δᵀGδ, for Fisher the KL divergence to second order.
+        backtracking: ``Backtracking()`` shortens the step until the *true* divergence is within the radius too.
+        longest: The longest step, as a multiple of lr·v. With 1 the rule only clips; by default the learning rate does
+            not matter.
+
+    Method:
+        Steepest descent in the ball ½ δᵀGδ ≤ radius: δ = −v·√(2 radius/vᵀGv). The true divergence is that between the
+        current point and where the step lands, weight decay included. If it is never within the radius (the decay alone
+        may be too much), the parameters stay.
+
+    Example:
+        >>> TrustRegion(radius=0.01, longest=1.0)
+        TrustRegion(radius=0.01, backtracking=None, longest=1.0)
     """
 
     radius: float
@@ -147,23 +169,36 @@ class TrustRegion(StepRule):
 @final
 @dataclass(frozen=True)
 class LevenbergMarquardt(StepRule):
-    """Damping adapted from predicted against actual decrease (Moré 1978; Martens and Grosse 2015, section 6.5).
+    """Adapt the damping to how well the quadratic model predicts the loss.
 
-    With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u leads from θ to where the step
-    lands, weight decay included: above ``good`` the damping is divided by ``factor``, below ``poor`` it is multiplied
-    by it. A step that does not lower the loss is not taken; it is tried again with more damping, at most ``tries``
-    times; so is one for which G + damping is singular. Needs ``opt.step(closure)``.
+    Needs ``opt.step(closure)``. A step that does not lower the loss is tried again with more damping.
 
-    The damping is λ·1 in every structure. With ``scaled=True`` it is λ·diag G (Marquardt 1963) where G is a matrix
-    (``Dense``, ``BlockDense``), and does not change with the units of the parameters: for models with a few parameters
-    of different units. The diagonal of a network spans many orders of magnitude, and parameters with little curvature,
-    such as the keys of an attention, would run away. Where the residuals are known (``ng.LeastSquares``), the step is
-    that of a QR of their Jacobian, with λ·1.
+    Args:
+        poor: Below this ratio of actual to predicted decrease the damping is multiplied by ``factor``.
+        good: Above this ratio it is divided by ``factor``.
+        factor: How much the damping changes at once.
+        tries: The most times that a step is tried again.
+        smallest: The smallest damping.
+        scaled: Damp by λ·diag G (Marquardt 1963) where G is a matrix (``Dense``, ``BlockDense``), which does not change
+            with the units of the parameters: for models with a few parameters of different units. In a network,
+            parameters with little curvature, such as the keys of an attention, would run away.
+        ftol: Converged if a step was taken, and the decrease and its prediction are at most this times the loss.
+        xtol: Converged if a step was taken, at most this times as long as the parameters.
+        gtol: Converged if no step was taken, because even without damping the predicted decrease is below the rounding
+            of the loss, or ``gtol``² times the loss ("stationary").
 
-    ``opt.last.converged`` says that one of three rules is met, and ``reason`` which. "ftol": a step was taken, and the
-    decrease and its prediction are at most ``ftol`` times the loss. "xtol": a step was taken, at most ``xtol`` times as
-    long as the parameters. "stationary": none was, because even without damping the predicted decrease is below the
-    rounding of the loss, or ``gtol``² times the loss. A step that is refused for another reason has not converged.
+    Method:
+        With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u leads from θ to where the step
+        lands, weight decay included (Moré 1978; Martens and Grosse 2015, section 6.5). A step for which G + damping is
+        singular is tried again, too.
+
+        Where the residuals are known (``ng.LeastSquares``), the step is that of a QR of their Jacobian, with λ·1.
+        ``opt.last.converged`` says that a rule of convergence is met, and ``reason`` which. A step that is refused for
+        another reason has not converged.
+
+    Example:
+        >>> LevenbergMarquardt(factor=3.0).needs_closure
+        True
     """
 
     adapts_damping: ClassVar[bool] = True
@@ -267,11 +302,15 @@ class LevenbergMarquardt(StepRule):
 @final
 @dataclass(frozen=True)
 class GeodesicCorrected(StepRule):
-    """δ = w − ½ Γ(w, w), w = −lr·v: the exponential map to second order (Luk and Grosse 2018).
+    """Follow the geodesic to second order instead of a straight line.
 
-    The correction is the acceleration of the geodesic with velocity w. Where it is longer than ``limit`` times the
-    step (both in the metric), the expansion has no meaning: the step is taken uncorrected, and ``reason`` says so
-    (Transtrum and Sethna 2012).
+    Args:
+        limit: The longest correction, as a multiple of the step in the metric. Where it is longer the step is taken
+            uncorrected, and ``reason`` says so (Transtrum and Sethna 2012).
+
+    Method:
+        δ = w − ½ Γ(w, w), w = −lr·v: the exponential map to second order (Luk and Grosse 2018). The correction is the
+        acceleration of the geodesic with velocity w.
     """
 
     limit: float = 0.75

@@ -21,29 +21,39 @@ _GROWTH = 3.0  # the longest step that is not tried, over the one before
 @final
 @dataclass(frozen=True)
 class SelfTuned(StepRule):
-    """δ = α·Δ + μ·δ₀ with the α and μ that are best for the quadratic model, and λ by Levenberg–Marquardt.
+    """Choose learning rate, momentum and damping in every step, by products with the metric.
 
-    Δ = −(G + λ)⁻¹ω in the structure, δ₀ the last step, and m(δ) = ⟨ω, δ⟩ + ½⟨δ, (G + λ)δ⟩ with *exact* products
-    ⟨Δ, GΔ⟩, ⟨Δ, Gδ₀⟩, ⟨δ₀, Gδ₀⟩ (Martens and Grosse 2015, sections 6.4, 6.5 and 7): learning rate and momentum need
-    no tuning and are not used.
+    Needs ``opt.step(closure)``; further calls of the closure draw the same random numbers. The learning rate and
+    momentum of the optimizer are not used.
 
-    In the first step, and then every ``every`` steps, the loss is evaluated where the step lands: by default every five
-    steps with Kronecker factors, and every step with other structures, whose estimates cost more than a trial. If it
-    has fallen by less than a quarter of what the model predicted, λ is multiplied by ``factor``; if by more than three
-    quarters, λ is divided by it. If G were the exact curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: if it is
-    above three halves, the damping is larger than the metric, and λ is divided by four. If the loss rises, the step is
-    cut to a quarter, at most three times, and λ is multiplied by four; if no cut helps, the step is rejected. Steps
-    without an evaluation are at most three times as long, in the metric, as the one before, since a small batch may
-    determine few directions.
+    Args:
+        every: The loss is evaluated where the step lands in the first step and then every so many: by default every
+            five steps with Kronecker factors, and every step with other structures.
+        factor: What λ is multiplied by where the loss fell by less than a quarter of the prediction, and divided by
+            where it fell by more than three quarters.
+        fraction: The fraction of the batch for the exact products, with 256 examples at least. With gradient
+            accumulation it holds for every micro-batch.
+        smallest: The smallest λ; below it a batch is fitted at the expense of the others.
 
-    ``fraction``: the fraction of the batch for the exact products (a quarter, section 8 of the paper), with 256
-    examples at least. With gradient accumulation both hold for every micro-batch, and the products are their mean,
-    weighted by examples. The exact products are those of the function that is trained, with its batch statistics and,
-    on the whole batch, its masks of dropout. Needs ``opt.step(closure)``; further calls of the closure draw the same
-    random numbers.
+    Method:
+        δ = α·Δ + μ·δ₀ with the α and μ that are best for the quadratic model, and λ by Levenberg–Marquardt.
 
-    >>> SelfTuned()
-    SelfTuned(every=None, factor=1.3, fraction=0.25, smallest=1e-06)
+        Δ = −(G + λ)⁻¹ω in the structure, δ₀ the last step, and m(δ) = ⟨ω, δ⟩ + ½⟨δ, (G + λ)δ⟩ with *exact* products ⟨Δ,
+        GΔ⟩, ⟨Δ, Gδ₀⟩, ⟨δ₀, Gδ₀⟩ (Martens and Grosse 2015, sections 6.4, 6.5 and 7).
+
+        If G were the exact curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: if it is above three halves, the
+        damping is larger than the metric, and λ is divided by four.
+
+        If the loss rises, the step is cut to a quarter, at most three times, and λ is multiplied by four; if no cut
+        helps, the step is rejected. Steps without an evaluation are at most three times as long, in the metric, as the
+        one before, since a small batch may determine few directions.
+
+        The exact products are those of the function that is trained, with its batch statistics and, on the whole batch,
+        its masks of dropout. Those of several micro-batches are averaged, weighted by examples.
+
+    Example:
+        >>> SelfTuned()
+        SelfTuned(every=None, factor=1.3, fraction=0.25, smallest=1e-06)
     """
 
     adapts_damping: ClassVar[bool] = True

@@ -16,15 +16,23 @@ from natgrad.step.line_search import Armijo, GridSearch
 @final
 @dataclass(frozen=True)
 class Spring(StepRule):
-    """φ = μφ' + (G + λ)⁻¹(ω − μGφ'), δ = −lr·φ: the step that is nearest to the last one (Goldshlager et al. 2024).
+    """Keep what earlier batches said where this one is silent: momentum for wave functions.
 
-    With residuals r and their Jacobian J, φ is the minimum of ‖J φ − r‖² + λ‖φ − μφ'‖²: a batch decides φ where it has
-    rows, and elsewhere the last step, shrunk by μ = ``decay``, does; that is Kaczmarz's projection. ``norm``: steps
-    are shortened to ‖δ‖ ≤ ``norm``. ``search``: a line search for the length of the step along φ (Guzmán-Cordero et
-    al. 2025); without one the length is the learning rate.
+    Args:
+        decay: μ, by which the last step is shrunk.
+        norm: Steps are shortened to this length at most.
+        search: A line search for the length of the step along φ (Guzmán-Cordero et al. 2025); without one the length is
+            the learning rate.
 
-    >>> Spring(decay=0.9, search=GridSearch())
-    Spring(decay=0.9, norm=None, search=GridSearch(tries=30))
+    Method:
+        φ = μφ' + (G + λ)⁻¹(ω − μGφ'), δ = −lr·φ: the step that is nearest to the last one (Goldshlager et al. 2024).
+
+        With residuals r and their Jacobian J, φ is the minimum of ‖J φ − r‖² + λ‖φ − μφ'‖²: a batch decides φ where it
+        has rows, and elsewhere the last step does; that is Kaczmarz's projection.
+
+    Example:
+        >>> Spring(decay=0.9, search=GridSearch())
+        Spring(decay=0.9, norm=None, search=GridSearch(tries=30))
     """
 
     has_momentum: ClassVar[bool] = True

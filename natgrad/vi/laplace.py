@@ -94,9 +94,10 @@ class Laplace:
 
     Method:
         p(θ | data) ≈ N(θ*, (N·G + δ)⁻¹) at the mode θ* of the posterior, G the mean over the N examples (MacKay 1992;
-        Daxberger et al. 2021). With a Fisher metric N·G is the generalised Gauss–Newton matrix of −Σ_n log p(t_n |
-        y_n), the *sum* over the examples. For a linear model with a Gaussian likelihood it is the Hessian, and the
-        posterior exact.
+        Daxberger et al. 2021).
+
+        With a Fisher metric N·G is the generalised Gauss–Newton matrix of −Σ_n log p(t_n | y_n), the *sum* over the
+        examples. For a linear model with a Gaussian likelihood it is the Hessian, and the posterior exact.
 
         The precision δ that belongs to the loss that was trained:
 
