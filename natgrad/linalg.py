@@ -36,6 +36,10 @@ class Relative:
     (6·10⁻¹¹ in single precision, 2·10⁻²⁸ in double). So are factors whose λ is below the smallest normal number, 10⁻³⁸
     in single precision: gradients have vanished there.
 
+    It bounds no step. Where the gradients of a layer are g times smaller but not zero, as those of the queries and keys
+    of an attention whose softmax saturates, λ is g² times smaller and the step 1/g times longer. A number as damping,
+    or ``LevenbergMarquardt()``, which looks at the loss, bounds it.
+
     >>> import natgrad as ng
     >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
     >>> ng.sharp(G, ng.Covector({"w": torch.ones(2)}), damping=Relative(0.5))["w"]  # 1/(1 + 0.5·2), 1/(3 + 0.5·2)

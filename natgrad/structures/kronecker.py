@@ -119,7 +119,9 @@ class Kronecker(Layered):
     loss, and whenever a and g are independent. If positions share it, the block of one example is a sum of products, in
     general not a product; for a deep linear network "expand" is exact if it has an output at every position, and
     "reduce" if it averages over them. Every metric on the outputs can be used, also a sampled one (Luk and Grosse 2018,
-    theorem 3.6).
+    theorem 3.6). "reduce" is for layers whose positions are averaged later. It sees nothing of a gradient whose
+    cotangents cancel over the positions, such as that of the keys of an attention and of the patches that they read:
+    there the metric is too small, and the step too long.
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
