@@ -190,7 +190,7 @@ LINES: dict[str, int] = {
     "accelerate": 2758,
     "cli": 375,
     "data": 21,
-    "families": 2017,
+    "families": 2098,
     "fit": 2219,
     "gradients": 921,
     "functionspace": 1260,
