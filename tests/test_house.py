@@ -202,7 +202,7 @@ LINES: dict[str, int] = {
     "optim": 3110,
     "output": 1149,
     "pullbacks": 4482,
-    "rules": 1563,
+    "rules": 1506,
     "solve": 244,
     "step": 836,
     "structures": 3579,

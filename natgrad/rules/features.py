@@ -154,7 +154,7 @@ class Features(ABC):
 
     def only(self, counted: Tensor) -> Features:
         """The same features, of which only the positions with ``counted`` [n r] count: the others are zero."""
-        return Counted(self, counted)
+        return DenseFeatures(self.dense()).only(counted)
 
     def moment(self) -> Moment:
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
@@ -200,19 +200,6 @@ class Features(ABC):
     def project(self, w: Tensor) -> Tensor:
         """x·w [*k n r p] for w [d p], where there is one group."""
         return self.dense().squeeze(-2).to(w.dtype) @ w
-
-    def weighed(self, weights: Tensor) -> Features:
-        """√w x for w [n r c]: positions that count w times."""
-        return Weighed(self, weights)
-
-    def _pieces(self) -> list[Features]:
-        """The features, split into chunks of examples that are small enough to be processed at once."""
-        *_, n, r, c, d = shape = self.shape
-        step = at_once(math.prod(shape[:-4]) * r * c * d)
-        return [self] if step >= n else [self._narrowed(start, min(step, n - start)) for start in range(0, n, step)]
-
-    def _narrowed(self, start: int, count: int) -> Features:
-        return self._map(lambda x, axis: x.narrow(axis, start, count))
 
     def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
         """Σ_r g xᵀ [n c o i] of inputs x with cotangents g [k n r c o]: of one column, and of some outputs, at a time.
@@ -284,40 +271,8 @@ class DenseFeatures(Features):
 
 @final
 @dataclass(frozen=True)
-class Weighed(Features):
-    """√w x of features x [*k n r c d] and weights w [n r c]. Σ w x xᵀ needs the x of some examples at a time."""
-
-    base: Features
-    weights: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    def dense(self) -> Tensor:
-        x = self.base.dense()
-        dtype = torch.promote_types(x.dtype, self.weights.dtype)
-        return x.to(dtype) * self.weights.sqrt().unsqueeze(-1).to(dtype)
-
-    def moment(self) -> Moment:
-        total = reduce(torch.add, (_product(piece.dense()) for piece in self._pieces()))
-        return Moment(total, self.count())
-
-    def squares(self) -> Moment:
-        pieces = (piece.dense().square() for piece in self._pieces())
-        return Moment(reduce(torch.add, (x.sum(tuple(range(x.ndim - 2))) for x in pieces)), self.count())
-
-    def _narrowed(self, start: int, count: int) -> Features:
-        return Weighed(self.base._narrowed(start, count), self.weights.narrow(0, start, count))
-
-    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return DenseFeatures(combine(self.dense(), -4))
-
-
-@final
-@dataclass(frozen=True)
 class Counted(Features):
-    """Features x [n r c d] of which only the positions with ``counted`` [n r] count: padding is in no sum and no mean.
+    """Rows or entries of which only the positions with ``counted`` [n r] count: padding is in no sum and no mean.
 
     >>> rows = Rows(torch.tensor([[[1.0], [2.0]]]), ones=True)
     >>> Counted(rows, torch.tensor([[True, False]])).moment()
@@ -325,19 +280,14 @@ class Counted(Features):
              [1., 1.]]]), count=tensor([1]))
     """
 
-    base: Features
+    base: Rows | Entries
     counted: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.base.shape
 
-    @property
-    def _weights(self) -> Tensor:
-        """[n r 1]."""
-        return self.counted.unsqueeze(-1).float()
-
-    @property
+    @cached_property
     def _masked(self) -> Features:
         return DenseFeatures(self.base.dense()).only(self.counted)
 
@@ -349,24 +299,13 @@ class Counted(Features):
 
     def moment(self) -> Moment:
         base = self.base
-        if isinstance(base, (Rows, Entries)) and isinstance(base.ones, bool) and base.x.ndim == 3:
-            if isinstance(base, Rows):
-                total, count = counted_moment(base.x, base.ones, self.counted)
-                return Moment(total.unsqueeze(0), count)
-            return replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0)).padded_moment(self.count())
-        return base.weighed(self._weights).moment().over(self.count())
-
-    def squares(self) -> Moment:
-        return self.base.weighed(self._weights).squares().over(self.count())
+        if isinstance(base, Rows):
+            total, count = counted_moment(base.x, bool(base.ones), self.counted)
+            return Moment(total.unsqueeze(0), count)
+        return replace(base, x=base.x.where(self.counted.unsqueeze(-1), 0)).padded_moment(self.count())
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         return self._masked.reduced(how)
-
-    def project(self, w: Tensor) -> Tensor:
-        return self.base.project(w) * self._weights.to(w.dtype)
-
-    def weighed(self, weights: Tensor) -> Features:
-        return self.base.weighed(weights * self._weights.to(weights.dtype))
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return self._masked._map(combine)
@@ -413,14 +352,8 @@ class Rows(Features):
         out = self.x.to(w.dtype) @ w[:d]
         return out if self.ones is False else out + _column(self.ones, out, -3) * w[d]
 
-    def weighed(self, weights: Tensor) -> Features:
-        """Positions become examples, so that each has its own homogeneous coordinate √w."""
-        root = weights.sqrt().flatten(0, 1)  # [n·r 1]
-        x = single(self.x).flatten(-3, -2).unsqueeze(-2) * root.unsqueeze(-1).to(single(self.x).dtype)
-        if self.ones is False:
-            return Rows(x)
-        ones = root.squeeze(-1)
-        return Rows(x, ones if self.ones is True else ones * self.ones.repeat_interleave(self.x.shape[-2]))
+    def only(self, counted: Tensor) -> Features:
+        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().only(counted)
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return Rows(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))
@@ -531,12 +464,8 @@ class Entries(Features):
     def reached(self) -> Tensor | None:
         return nonzero_rows(self.x)
 
-    def weighed(self, weights: Tensor) -> Features:
-        """Positions become examples, as in ``Rows``, where the weights [n r 1] are those of positions."""
-        if weights.shape[-1] != 1 or self.x.ndim != 3 or isinstance(self.ones, Tensor):
-            return super().weighed(weights)
-        x, root = single(self.x).flatten(0, 1), weights.sqrt().flatten(0, 1)
-        return Entries((x * root.to(x.dtype)).unsqueeze(1), root.squeeze(-1) if self.ones else False)
+    def only(self, counted: Tensor) -> Features:
+        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().only(counted)
 
     def moment(self) -> Moment:
         x = single(self.x)
@@ -613,13 +542,6 @@ class OneHot(Features):
 
     def project(self, w: Tensor) -> Tensor:
         return w[self.index] * self.values.to(w.dtype).unsqueeze(-1)
-
-    def lengths(self, root: Tensor) -> Tensor:
-        squares = root.square() if root.ndim == 2 else root.square().sum(1)  # ‖R e_i‖² [1 d]
-        return (squares[0, self.index] * self.values.to(root.dtype).square()).unsqueeze(-1)
-
-    def weighed(self, weights: Tensor) -> Features:
-        return replace(self, values=self.values * weights.squeeze(-1).sqrt().to(self.values.dtype))
 
     def only(self, counted: Tensor) -> Features:
         return replace(self, values=self.values * counted.to(self.values.dtype), masked=True)
@@ -708,10 +630,6 @@ class Joined(Features):
 
     def scaled(self, weights: Tensor) -> Features:
         return Joined(tuple(use.scaled(weights) for use in self.uses))
-
-    def weighed(self, weights: Tensor) -> Features:
-        each = weights.split([use.shape[-3] for use in self.uses], dim=1)
-        return Joined(tuple(use.weighed(w) for use, w in zip(self.uses, each, strict=True)))
 
 
 def mix_examples(x: Tensor, L: Tensor, axis: int) -> Tensor:
