@@ -187,7 +187,7 @@ def test_an_import_loads_no_compiler() -> None:
 # Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
-    "accelerate": 2758,
+    "accelerate": 2782,
     "cli": 375,
     "data": 21,
     "families": 2098,
@@ -201,7 +201,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3110,
     "output": 1149,
-    "pullbacks": 4482,
+    "pullbacks": 4458,
     "rules": 1506,
     "solve": 244,
     "step": 836,

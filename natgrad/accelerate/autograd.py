@@ -1,12 +1,13 @@
-"""Autograd from inside: private attributes of nodes, tensors and hooks under plain names, backward passes of several
-cotangents, and the operations that torch dispatches, seen as they run.
+"""Autograd from inside: walks over its graph, private attributes of nodes, tensors and hooks under plain names,
+backward passes of several cotangents, and the operations that torch dispatches, seen as they run.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -42,6 +43,45 @@ _AXES = frozenset(
 _PLACES = frozenset(
     f"_saved_{name}" for name in ("start", "end", "step", "split_size", "split_sizes", "stride", "storage_offset")
 )
+
+
+def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
+    """All nodes below the roots, the roots included, down to those in ``stop``, which are left out."""
+    visited: set[Any] = set(stop)
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            yield node
+            stack.extend(child for child, _ in node.next_functions)
+
+
+def leaf_uses(roots: Iterable[Any], stop: Collection[Any]) -> Counter[int]:
+    """How often each leaf, by id, enters the graph below the roots.
+
+    Transposes and casts of a leaf are looked through: autocast caches its copy of a weight, so that several uses
+    share one cast, and it is the entries of the copy that count.
+    """
+    counts: Counter[int] = Counter()
+    for node in nodes(roots, stop):
+        if not _above_leaf(node):
+            leaves = (leaf_below(child) for child, _ in node.next_functions)
+            counts.update(id(leaf) for leaf in leaves if leaf is not None)
+    return counts
+
+
+def _above_leaf(node: Any) -> bool:
+    return type(node) is LEAF or (type(node) in TRANSPOSES_AND_CASTS and leaf_below(node) is not None)
+
+
+def leaf_below(node: Any) -> Any:
+    """The leaf that a chain of transposes and casts starts from, or None."""
+    kind = type(node)
+    while kind in TRANSPOSES_AND_CASTS:
+        node = node.next_functions[0][0]
+        kind = type(node)
+    return node.variable if kind is LEAF else None
 
 
 def output_shape(node: Any, output: int = 0) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from natgrad.gradients.optimizer import (
     of_length,
 )
 from natgrad.linalg import Damping, Relative, check_power
-from natgrad.pullbacks.sharing import LARGEST
+from natgrad.pullbacks.layer import LARGEST
 from natgrad.step.normalised import check_rms
 
 Fit: TypeAlias = Literal["mean", "kl"]

@@ -22,7 +22,7 @@ from natgrad.gradients.optimizer import (
 from natgrad.gradients.shampoo import moment
 from natgrad.linalg import Damping, Relative
 from natgrad.model import check_types
-from natgrad.pullbacks.sharing import LARGEST
+from natgrad.pullbacks.layer import LARGEST
 
 Moments: TypeAlias = Literal["carried", "sorted"]
 

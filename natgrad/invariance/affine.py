@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from natgrad.rules.conv import padding
+from natgrad.rules.linear import padding
 from natgrad.rules.units import HiddenMap, State, unit_of
 
 AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d

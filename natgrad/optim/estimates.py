@@ -56,9 +56,9 @@ from natgrad.model import (
 from natgrad.optim.distributed import Processes, refuse_foreign_ddp
 from natgrad.optim.parameters import ParameterStatus, ParameterTable
 from natgrad.output.metric import Fisher, OutputMetric
-from natgrad.pullbacks.chunks import check_inputs
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.pullback import Batch, NoRuleError, Observer, OperationsNeededError, Pullback
+from natgrad.pullbacks.rows import check_inputs
 from natgrad.pullbacks.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator, constant

@@ -21,7 +21,7 @@ from natgrad.output.fubini_study import FubiniStudy
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
-from natgrad.pullbacks.sharing import LARGEST
+from natgrad.pullbacks.layer import LARGEST
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
 from natgrad.step.base import StepRule

@@ -12,24 +12,36 @@ add up to its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from functools import cached_property
+from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.autograd import VIEWS, WRITTEN_VIEW
+from natgrad.accelerate.autograd import (
+    LEAF,
+    TRANSPOSES_AND_CASTS,
+    UNTYPED,
+    VIEWS,
+    WRITTEN_VIEW,
+    axis_arguments,
+    leaf_below,
+    output_shapes,
+    place_arguments,
+)
 from natgrad.accelerate.replay import LRU
 from natgrad.errors import NonFiniteError, UncoveredError
 from natgrad.model import Inputs, Model, plain_name, tensors_of
-from natgrad.pullbacks.graph import Survey, leaf_below, size_pattern, survey
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.row_examples import BatchAxis, Probe
 from natgrad.pullbacks.tape import Place, Tape, Use, shapes_at
-from natgrad.rules.base import Replayed, cotangent_features, replaying
-from natgrad.rules.embedding import EmbeddingRule
+from natgrad.rules.base import cotangent_features
+from natgrad.rules.linear import EmbeddingRule
+from natgrad.rules.replayed import Replayed, replaying
 
 
 @final
@@ -246,6 +258,120 @@ def check_reentrant_checkpoint(model: Model, names: Collection[str], counts: Map
             f"torch.utils.checkpoint hides {', '.join(hidden)} from the graph of the forward pass: call it with "
             "use_reentrant=False"
         )
+
+
+# What two graphs of one form have in common.
+
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """One walk over the graph below y: its nodes, how they are joined, and the leaves that enter it, by their ids.
+
+    A leaf under a chain of transposes and casts is where the chain enters (``leaf_uses``); the chain is not looked at.
+    ``joins``: for every node the places of its arguments among the nodes, with their output numbers. ``top``: the id of
+    the leaf that y itself is such a chain of, which enters nothing.
+    """
+
+    nodes: Sequence[Any]
+    joins: tuple[object, ...]
+    entries: tuple[int, ...]
+    top: int | None = None
+
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """The types of the nodes, or their names where a type does not tell."""
+        kinds = tuple(map(type, self.nodes))
+        if any(kind.__name__ == UNTYPED for kind in set(kinds)):
+            return tuple(node.name() for node in self.nodes)
+        return kinds
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the nodes."""
+        return frozenset(kind.__name__ if isinstance(kind, type) else str(kind) for kind in set(self.kinds))
+
+    @cached_property
+    def counts(self) -> Counter[int]:
+        """How often each leaf enters."""
+        return Counter(self.entries)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Kinds, joins and the axes that operations work along: ``x.softmax(0)`` and ``x.softmax(1)`` are of one kind.
+
+        All but sizes: it is the same for batches of any length.
+        """
+        return self.kinds, self.joins, tuple(axis_arguments(self.nodes)), self.entries, self.top
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of all outputs of nodes that y depends on."""
+        return output_shapes(self.nodes, {pair: None for pair in self.joins if type(pair) is tuple})
+
+    @property
+    def places(self) -> list[Shape]:
+        """Which entries the nodes that cut something out have cut out."""
+        return place_arguments(self.nodes)
+
+    def unreached(self, leaves: Mapping[str, Tensor]) -> frozenset[str]:
+        """The names of the leaves that do not enter the graph at all; none where there is no graph to tell."""
+        if not self.nodes:
+            return frozenset()
+        return frozenset(name for name, p in leaves.items() if not self.counts[id(p)] and id(p) != self.top)
+
+
+def survey(y: Tensor) -> Survey:
+    """Walk over the graph below y. A tight loop, because it runs in every estimate."""
+    root = y.grad_fn
+    if root is None:
+        return Survey((), (), ())
+    top = leaf_below(root)
+    if top is not None:
+        return Survey((root,), (), (), id(top))
+    order: list[Any] = [root]
+    index: dict[Any, int] = {root: 0}
+    entries: list[int] = []
+    joins: list[object] = []
+    for node in order:  # which grows
+        for child, number in node.next_functions:
+            kind = type(child)
+            leaf = child.variable if kind is LEAF else leaf_below(child) if kind in TRANSPOSES_AND_CASTS else None
+            if leaf is not None:
+                entries.append(id(leaf))
+                joins.append("leaf")
+            elif child is None:
+                joins.append(None)
+            else:
+                at = index.get(child)
+                if at is None:
+                    at = index[child] = len(order)
+                    order.append(child)
+                joins.append((at, number))
+        joins.append("end")
+    return Survey(order, tuple(joins), tuple(entries))
+
+
+def size_pattern(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """The shapes with every size replaced by its number in the order of appearance: which sizes agree, and no size.
+
+    0 and 1 keep their meaning.
+
+    >>> size_pattern([(5, 7), (7, 1)]) == size_pattern([(6, 9), (9, 1)]) != size_pattern([(6, 6), (6, 1)])
+    True
+    """
+    numbers: dict[int, int] = {0: 0, 1: 1}
+    patterns: dict[Shape, Shape] = {}
+    out = []
+    for shape in shapes:
+        pattern = patterns.get(shape)
+        if pattern is None:
+            pattern = patterns[shape] = tuple([numbers.setdefault(size, len(numbers)) for size in shape])
+        out.append(pattern)
+    return tuple(out)
 
 
 # Which layers can use their rule in a pass, cached by graph signature.

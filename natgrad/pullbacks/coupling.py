@@ -23,8 +23,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.temporaries import PROBED, STAYS_IN_GPU_CACHE, at_once
 from natgrad.linalg import eigh
-from natgrad.pullbacks.layer import Block, trace
-from natgrad.pullbacks.sharing import Sharing, counted
+from natgrad.pullbacks.layer import Block, Sharing, counted, trace
 from natgrad.rules.features import Features, Moment
 
 _PROBES = 64

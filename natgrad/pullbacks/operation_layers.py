@@ -24,7 +24,7 @@ from natgrad.accelerate.autograd import pulled, without_hooks
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.patches import Axis
 from natgrad.model import Model
-from natgrad.pullbacks.graph import size_pattern
+from natgrad.pullbacks.batch_axis import size_pattern
 from natgrad.pullbacks.layer import Block, Facet, ParameterSlice
 from natgrad.pullbacks.operations import Operand, Operation, missed
 from natgrad.pullbacks.row_examples import Probe, RowExamples

@@ -29,10 +29,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from natgrad.accelerate.autograd import VIEWS, OperationMode, base, storage, version_of
+from natgrad.accelerate.autograd import VIEWS, OperationMode, base, leaf_below, nodes, storage, version_of
 from natgrad.accelerate.patches import Axis, patches
 from natgrad.errors import NatgradError
-from natgrad.pullbacks.graph import leaf_below, nodes
 
 Roles: TypeAlias = tuple[str, ...]  # what every axis of an operand is: "c", "o", "i", two of them, or "" if expanded
 Map: TypeAlias = Callable[[Tensor], Tensor]

@@ -25,17 +25,17 @@ from natgrad.model import Inputs, Model, batches_of, check_slots, map_tensors, t
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullbacks.batch_axis import LayerStatus, StatusCache, check_outputs
-from natgrad.pullbacks.chunks import (
-    check_inputs,
-    chunk_bytes,
-    examples,
-    separable,
-)
 from natgrad.pullbacks.coupling import root_of
 from natgrad.pullbacks.factors import Factors, Squares
 from natgrad.pullbacks.layer import Block, Tied, formed, partition
 from natgrad.pullbacks.operation_layers import OperationLayers
-from natgrad.pullbacks.rows import rows
+from natgrad.pullbacks.rows import (
+    check_inputs,
+    chunk_bytes,
+    examples,
+    rows,
+    separable,
+)
 from natgrad.pullbacks.tape import Cotangents, Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, TypeAlias, cast, final
@@ -12,9 +12,7 @@ from typing import Any, ClassVar, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.autograd import vjp
 from natgrad.accelerate.modules import parameters_in
-from natgrad.accelerate.moments import single
 from natgrad.model import map_tensors
 from natgrad.rules.features import DenseFeatures, Features
 
@@ -214,13 +212,6 @@ _HARMLESS = frozenset(
 )
 
 
-def detached_parameter(module: nn.Module, key: str) -> Tensor | None:
-    """A parameter by its local name, without its graph and in single precision at least; None where there is none."""
-    parent, _, name = key.rpartition(".")
-    p = parameters_in(module.get_submodule(parent)).get(name)
-    return None if p is None else single(p.detach())
-
-
 # The usual packing: weights and biases side by side, the bias last, W̄ = [W b], for every group c by itself.
 
 
@@ -248,94 +239,3 @@ def unpack_matrices(module: nn.Module, keys: Sequence[str], packed: Tensor) -> d
     columns = packed.split([math.prod(shape[1:]) for shape in shapes], dim=-1)
     lead = packed.shape[:-3]
     return {key: column.reshape(*lead, *shape) for key, column, shape in zip(keys, columns, shapes, strict=True)}
-
-
-# Modules that hide their layers: a fused recurrence, attention.
-
-
-class Replayed(Rule):
-    """A module that hides its layers (a fused recurrence, attention): they are seen when its forward is run again.
-
-    ``inputs`` and ``cotangents`` are those of the replay: the cotangents of the module's outputs are taken through it.
-    """
-
-    @abstractmethod
-    def replay(self, module: nn.Module, call: Call) -> Replay:
-        """The forward pass again, in terms of the layers. Gradients are enabled, the arguments detached."""
-
-    @abstractmethod
-    def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
-        """How many r·c of one example share the weight, without running anything."""
-
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
-        with torch.no_grad():
-            return self.replay(module, call).layer(keys)
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
-        raise TypeError(f"the cotangents of {type(module).__name__} are those of its replay")
-
-
-def replaying(kinds: Iterable[type[Rule]]) -> frozenset[type[Rule]]:
-    """The types among these that are ``Replayed``. For every layer, ``isinstance`` of an abstract class is slow."""
-    return frozenset(kind for kind in set(kinds) if issubclass(kind, Replayed))
-
-
-@dataclass(frozen=True)
-class Replay(ABC):
-    """What a module computed, tensor by tensor as ``tensors_of`` lists them, and the inputs of its parameters by name.
-
-    The inputs of a bias are ones.
-    """
-
-    outputs: tuple[Tensor, ...]
-    layers: Mapping[str, DenseFeatures]
-
-    @abstractmethod
-    def pull(self, g: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Cotangents [k n r c o] of every layer from those of the outputs [k *output], by the names of the parameters.
-
-        Parameters of one layer have the same tensor. The cotangents of an output that has none are zeros.
-        """
-
-    def layer(self, keys: Keys) -> DenseFeatures:
-        """The inputs of the parameters ``keys`` of one layer, side by side along i."""
-        inputs = [self.layers[key] for key in keys]
-        a, valid = [one.x.detach() for one in inputs], inputs[0].valid
-        if len(a) == 1:
-            return DenseFeatures(a[0], valid)
-        if all(t.stride(2) == 0 for t in a):  # the groups c have one input, as in self-attention: it is not repeated
-            return DenseFeatures(torch.cat([t[:, :, :1] for t in a], dim=-1).expand(-1, -1, a[0].shape[2], -1), valid)
-        return DenseFeatures(torch.cat(a, dim=-1), valid)
-
-
-def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[str, DenseFeatures]:
-    """The inputs of a layer W a + b; ``keys`` are the names of W and, where there is one, of b.
-
-    ``a`` [n r c i] is zero where a position is masked, and so are the ones that belong to the bias.
-    """
-    a = a.detach()
-    ones = a.new_ones(()).expand(*a.shape[:-1], 1) if valid is None else valid.unsqueeze(-1)
-    return {key: DenseFeatures(x, valid) for key, x in zip(keys, (a, ones), strict=False)}
-
-
-@final
-@dataclass(frozen=True)
-class GraphReplay(Replay):
-    """A replay whose cotangents are taken by autograd.
-
-    The outputs have a graph, in which ``z`` [n r c o] is what the layer of a parameter computed. The parameters of one
-    layer have the same tensor. What only has to be seen in the graph may be a leaf.
-    """
-
-    z: Mapping[str, Tensor]
-
-    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        distinct = {id(z): z for z in self.z.values()}
-        pairs = [(y, s.to(y.dtype)) for y, s in zip(self.outputs, g, strict=True) if y.requires_grad]
-        grads = vjp(tuple(y for y, _ in pairs), list(distinct.values()), tuple(s for _, s in pairs))
-        k = g[0].shape[0]
-        by_id = {
-            key: z.new_zeros(k, *z.shape) if grad is None else grad
-            for (key, z), grad in zip(distinct.items(), grads, strict=True)
-        }
-        return {name: by_id[id(z)] for name, z in self.z.items()}

@@ -17,9 +17,8 @@ from natgrad.isolation import same_draws
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model, count_examples, evaluating, map_tensors
 from natgrad.output.metric import OutputMetric
-from natgrad.pullbacks.chunks import separable
-from natgrad.pullbacks.neighbours import number_examples
 from natgrad.pullbacks.pullback import Batch
+from natgrad.pullbacks.rows import number_examples, separable
 from natgrad.step.geodesic import christoffel_at
 
 _FEWEST = 256  # examples in a part of a batch, where the batch has them

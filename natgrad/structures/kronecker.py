@@ -42,17 +42,22 @@ from natgrad.errors import FactorisationError, IncompatibleError
 from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
 from natgrad.model import Model, library_pass
 from natgrad.output.hessian import Empirical
-from natgrad.pullbacks.backward import BackwardHooks
-from natgrad.pullbacks.captured_factors import CapturedKernels, kernels_of
 from natgrad.pullbacks.coupling import at_fixed_address
 from natgrad.pullbacks.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullbacks.layer import Block
-from natgrad.pullbacks.layer_factors import EagerKernels, FactorList, FactorSink, LayerFactors, several_positions
-from natgrad.pullbacks.moments import factors_of, stream
+from natgrad.pullbacks.layer_factors import (
+    EagerKernels,
+    FactorList,
+    FactorSink,
+    LayerFactors,
+    VisiblePositions,
+    may_hide,
+    several_positions,
+)
+from natgrad.pullbacks.moments import CapturedKernels, factors_of, kernels_of, stream
 from natgrad.pullbacks.operation_layers import is_operation, with_layers
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.pullbacks.tape import Cotangents, Tape
-from natgrad.pullbacks.visible_positions import VisiblePositions, may_hide
+from natgrad.pullbacks.tape import BackwardHooks, Cotangents, Tape
 from natgrad.structures.base import (
     Cost,
     IdentityInverse,

@@ -64,11 +64,10 @@ from natgrad.model import Model, check_slots, check_types
 from natgrad.pullbacks.coupling import at_fixed_address
 from natgrad.pullbacks.factors import Factors, slices
 from natgrad.pullbacks.gradient import GradientSample, matrices
-from natgrad.pullbacks.layer import Block
+from natgrad.pullbacks.layer import LARGEST, Block, Sharing
 from natgrad.pullbacks.layer_factors import FactorSink, Side
 from natgrad.pullbacks.operation_layers import is_operation
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.pullbacks.sharing import LARGEST, Sharing
 from natgrad.rules.features import Moment
 from natgrad.structures.base import (
     FALLBACK,

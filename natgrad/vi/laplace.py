@@ -23,8 +23,8 @@ from natgrad.linalg import check_finite, check_positive, is_number
 from natgrad.model import Inputs, Model, check_slots, check_types
 from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
 from natgrad.output.metric import Euclidean, Fisher, OutputMetric, fresh_generator
-from natgrad.pullbacks.chunks import check_independent, examples, separable
 from natgrad.pullbacks.pullback import LoaderPullback, Observer, Pullback, layers_of
+from natgrad.pullbacks.rows import check_independent, examples, separable
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd import computes_gradient
+from natgrad.accelerate.autograd import computes_gradient, nodes
 from natgrad.accelerate.devices import in_transform
 from natgrad.accelerate.modules import forward_pre_hooks_in, has_pre_hooks, uncompiled, without_pre_hooks
 from natgrad.model import returned_tensors
-from natgrad.pullbacks.graph import nodes
 
 _GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
 _NOT_COMPILED = (

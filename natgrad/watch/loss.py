@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.autograd import nodes
 from natgrad.model import tensors_of
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
 from natgrad.output.metric import DerivedMetric, OutputMetric
-from natgrad.pullbacks.graph import nodes
 from natgrad.watch.base import Watcher
 from natgrad.watch.hooks import LossHook, attach_hook, in_training, loss_in, on_cotangent, weakly
 

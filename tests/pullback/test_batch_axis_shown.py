@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad.model import Model
-from natgrad.pullbacks.batch_axis import find_batch_axes
-from natgrad.pullbacks.graph import survey
+from natgrad.pullbacks.batch_axis import find_batch_axes, survey
 from natgrad.pullbacks.pullback import layers_of
 from natgrad.pullbacks.row_examples import BatchAxis
 from natgrad.pullbacks.tape import record

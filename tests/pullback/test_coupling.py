@@ -16,7 +16,7 @@ import natgrad as ng
 from natgrad.output.metric import Coupling
 from natgrad.pullbacks.coupling import Mixing, root_of, traces
 from natgrad.pullbacks.factors import Factors
-from natgrad.pullbacks.sharing import Sharing
+from natgrad.pullbacks.layer import Sharing
 from natgrad.rules.features import DenseFeatures, mix_examples
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.pullbacks.neighbours import number_examples
 from natgrad.pullbacks.pullback import Batch
+from natgrad.pullbacks.rows import number_examples
 from natgrad.step.queries import quadratic_forms
 from tests import oracle
 from tests.optim.tasks import seeded

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.model import Model
-from natgrad.pullbacks.backward import stream_cotangents
+from natgrad.pullbacks.layer import Sharing
 from natgrad.pullbacks.layer_factors import FactorList, LayerFactors
 from natgrad.pullbacks.moments import factors_of
 from natgrad.pullbacks.pullback import layers_of
-from natgrad.pullbacks.sharing import Sharing
-from natgrad.pullbacks.tape import Cotangents, record
+from natgrad.pullbacks.tape import Cotangents, record, stream_cotangents
 from tests import kronecker_oracle, zoo
 from tests.pulled import close, normal, oracle_rows, pull, random_roots
 

@@ -12,7 +12,7 @@ from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
 from natgrad.optim.estimates import EmaWeight
-from natgrad.pullbacks.backward import above
+from natgrad.pullbacks.tape import above
 from tests import zoo
 from tests.pulled import Rooted, close, normal, pull, random_roots
 
