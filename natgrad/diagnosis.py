@@ -25,25 +25,33 @@ _LARGEST = 2048  # rows of a matrix whose eigenvectors are computed: some second
 @final
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of a metric at a point; ``print`` it for a report.
+    """The state of a metric: rank, spectrum, null directions; ``print`` it for a report.
 
-    ``spectrum``: the eigenvalues of G that can differ from zero, largest first. ``null_share``: for every parameter,
-    the share of its coordinates that lies in the null space (1: the outputs do not see it). ``null_directions``: a few
-    vectors that the outputs do not see. ``outside``: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G, and
-    ``in_range`` whether that is rounding (None without ω). ``constant_rank``: whether the rank is the same at
-    parameters nearby, ``nearby_rank``. If so, the image of a neighbourhood of the parameters is a manifold, and the
-    coordinate vectors span its tangent space; if not, the natural gradient on the model depends on the parametrisation
-    (van Oostrum, Müller and Ay 2023, section 2). Constant rank does not show that the point is proper in their sense:
-    other parameters far away may have the same outputs, where the image of the whole model crosses itself. The rank is
-    compared at a few random parameters, on one batch.
+    By the Lanczos process, ``rank`` is an estimate with the error ``rank_error``, ``spectrum`` the Ritz values of one
+    probe (the largest are eigenvalues), ``outside`` a bound from above, and what needs eigenvectors is left out.
 
-    The numbers are computed in double precision, ``spectrum.dtype``, whatever the precision ``dtype`` of the model; a
-    model that does not run in double has them in its own. ``resolved``: how many eigenvalues are above the rounding of
-    ``dtype``. Where that is less than ``rank``, a rank that is found in that precision is another one.
+    Attributes:
+        size: The number of parameters.
+        rank: The number of eigenvalues that are not zero.
+        spectrum: The eigenvalues of G that can differ from zero, largest first, in double precision where the model
+            runs in it.
+        null_share: For every parameter, the share of its coordinates that lies in the null space (1: the outputs do not
+            see it).
+        null_directions: A few vectors that the outputs do not see.
+        nearby_rank: The rank at a few random parameters nearby, on the same batch; None by the Lanczos process.
+        outside: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G; ``in_range`` says whether that is rounding.
+        dtype: The precision of the model. ``resolved`` counts the eigenvalues above its rounding: where that is less
+            than ``rank``, a rank that is found in that precision is another one.
+        density: By the Lanczos process: the spectrum of random probes.
+        rank_error: By the Lanczos process: the standard error of the rank.
 
-    By the Lanczos process, the ``density`` is that of random probes, ``rank`` an estimate with the error
-    ``rank_error``, ``spectrum`` the Ritz values of one probe (the largest are eigenvalues), ``outside`` a bound from
-    above, and what needs eigenvectors is left out: null shares and directions, and the rank nearby (None).
+    Method:
+        ``constant_rank`` says whether the rank is the same nearby. If so, the image of a neighbourhood of the
+        parameters is a manifold, and the coordinate vectors span its tangent space; if not, the natural gradient on the
+        model depends on the parametrisation (van Oostrum, Müller and Ay 2023, section 2).
+
+        Constant rank does not show that the point is proper in their sense: other parameters far away may have the same
+        outputs, where the image of the whole model crosses itself.
     """
 
     size: int
@@ -59,10 +67,12 @@ class Diagnosis:
 
     @property
     def singular(self) -> bool:
+        """Whether some directions of the parameters do not change the outputs."""
         return self.rank < self.size
 
     @property
     def constant_rank(self) -> bool | None:
+        """Whether the rank is the same nearby; None where that was not looked at."""
         return None if self.nearby_rank is None else self.rank == self.nearby_rank
 
     @property
@@ -75,6 +85,7 @@ class Diagnosis:
 
     @property
     def resolved(self) -> int:
+        """How many eigenvalues are above the rounding of the model's own precision."""
         if self.dtype is None or self.dtype == self.spectrum.dtype or self.rank == 0:
             return self.rank
         rounding = torch.finfo(self.dtype).eps * float(self.spectrum[0])
@@ -128,21 +139,31 @@ def diagnose(
     steps: int = 200,
     generator: torch.Generator | None = None,
 ) -> Diagnosis:
-    """Rank, spectrum and null directions of a pulled-back metric, which is not inverted.
+    """Rank, spectrum and null directions of a metric, without inverting it.
 
-    ``rtol``: eigenvalues at most rtol times the largest count as zero (default: their number × the machine epsilon of
-    double precision, in which all is computed where the model allows). ``nearby``: at how many random parameters close
-    by the rank is compared. ``directions``: how many null directions.
+    Args:
+        pullback: The metric, from ``ng.pullback``.
+        ω: A covector to be tested: does it lie in the range of the metric?
+        rtol: Eigenvalues at most rtol times the largest count as zero (default: their number × the machine epsilon of
+            double precision, in which all is computed where the model allows).
+        nearby: At how many random parameters close by the rank is compared.
+        directions: How many null directions are returned.
+        method: "dense" computes all eigenvectors, of G or of the N·K rows of its root, whichever is smaller; "auto"
+            takes it up to 2,048 of them, within the memory bound of the pullback. "lanczos" takes products with G
+            alone, and reports the rank with an error (``natgrad.spectral_density``).
+        probes: By "lanczos": the number of random vectors.
+        steps: By "lanczos": products with G for each of them.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
 
-    ``method="dense"`` computes all eigenvectors, of G or of the N·K rows of its root, whichever is smaller. It is the
-    default up to 2,048 of them, within the memory bound of the pullback. For networks of real size ``"lanczos"`` needs
-    (``probes`` + 1) × ``steps`` products with G, and reports the rank with an error (``natgrad.spectral_density``).
+    Returns:
+        A ``Diagnosis``; ``print`` it.
 
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 3).double()
-    >>> x = torch.randn(8, 2, dtype=torch.float64)
-    >>> print(ng.diagnose(ng.pullback(model, x, ng.Fisher(ng.Categorical()))).rank)  # 9, less one constant a column
-    6
+    Example:
+        >>> import torch, natgrad as ng
+        >>> model = torch.nn.Linear(2, 3).double()
+        >>> x = torch.randn(8, 2, dtype=torch.float64)
+        >>> print(ng.diagnose(ng.pullback(model, x, ng.Fisher(ng.Categorical()))).rank)  # 9, less one constant a column
+        6
     """
     check_slots(pullback=(pullback, Pullback))
     if ω is not None:

@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 class NatgradError(Exception):
-    """Base class of errors about mathematics or data (wrong calls raise ``TypeError`` or ``ValueError``)."""
+    """The base class of errors about mathematics or data.
+
+    Wrong calls raise ``TypeError`` or ``ValueError``.
+    """
 
 
 class SingularMetricError(NatgradError):
@@ -18,11 +21,17 @@ class FactorisationError(NatgradError):
 
 
 class LossMismatchError(NatgradError):
-    """What the loop trains is not what the metric was made for, with ``strict=True``; else it is a warning."""
+    """The loop trains something else than the metric was made for, and checks are strict.
+
+    Without ``strict=True`` it is a warning.
+    """
 
 
 class UncoveredError(NatgradError):
-    """Parameters without a layer rule, with ``strict=True`` or where a rule is required."""
+    """Parameters have no layer rule where one is required.
+
+    That is with ``strict=True``, or where a structure needs rules.
+    """
 
 
 class NonFiniteError(NatgradError):
@@ -42,7 +51,7 @@ class BatchStatisticsError(NatgradError):
 
 
 class NoDerivativeError(NatgradError, TypeError):
-    """An operation of a model through which no derivative by the inputs can be propagated (``natgrad.pde``)."""
+    """``natgrad.pde`` cannot propagate input derivatives through an operation of the model."""
 
 
 class DomainError(NatgradError, ValueError):
@@ -50,7 +59,12 @@ class DomainError(NatgradError, ValueError):
 
 
 class UnsolvedError(NatgradError):
-    """The solver for natural parameters did not converge; ``solved`` [*batch] marks the members for which it did."""
+    """The solver for natural parameters did not converge.
+
+    Args:
+        message: What did not converge.
+        solved: For which members it did [*batch], booleans.
+    """
 
     def __init__(self, message: str, solved: Tensor) -> None:
         super().__init__(message)
@@ -58,4 +72,4 @@ class UnsolvedError(NatgradError):
 
 
 class GuaranteeError(NatgradError):
-    """A step decreased the objective by less than guaranteed: the smoothness constant is too small."""
+    """A step decreased the objective by less than guaranteed: the constant is too small."""

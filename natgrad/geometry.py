@@ -92,6 +92,7 @@ class NamedTensors(Mapping[str, Tensor], ABC):
         return type(self)(unflatten(flat, self))
 
     def zip(self: Self, other: object, function: Callable[[Tensor, Tensor], Tensor]) -> Self:
+        """``function`` of the tensors of both, name by name."""
         if type(other) is not type(self) or not isinstance(other, NamedTensors):
             _refuse(self, other)
         _match(self, other, f"two {type(self).__name__}s")
@@ -213,10 +214,12 @@ class Identity:
     """
 
     def flat(self, v: Vector) -> Covector:
+        """The covector with the same numbers."""
         check_kind(v, Vector, "Identity().flat(v)")
         return Covector(v)
 
     def sharp(self, ω: Covector) -> Vector:
+        """The vector with the same numbers."""
         check_kind(ω, Covector, "Identity().sharp(ω)")
         return Vector(ω)
 
@@ -297,14 +300,21 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def differential(model: nn.Module | Mapping[str, Tensor], loss: Tensor) -> Covector:
-    """dL: the covector ω_p = ∂L/∂θ_p, of a scalar ``loss`` that was computed from the model.
+    """The differential of a loss: a gradient as a covector, by parameter name.
 
-    ``model`` is a module, or the mapping of parameters of a pure function. Nothing is written to ``.grad`` and the
-    graph is kept, so ``loss.backward()`` still works.
+    Nothing is written to ``.grad`` and the graph is kept, so ``loss.backward()`` still works.
 
-    >>> model = nn.Linear(2, 1)
-    >>> differential(model, model(torch.ones(3, 2)).sum())["bias"]
-    tensor([3.])
+    Args:
+        model: A module, or the mapping of parameters of a pure function.
+        loss: A tensor with one number that was computed from the model.
+
+    Returns:
+        ω_p = ∂L/∂θ_p, a ``Covector``.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> differential(model, model(torch.ones(3, 2)).sum())["bias"]
+        tensor([3.])
     """
     if not isinstance(model, nn.Module | Mapping):
         raise TypeError(f"the model is a module, or the parameters by name of a function, not a {type(model).__name__}")
@@ -364,10 +374,13 @@ def refuse_sparse(grads: Mapping[str, Tensor]) -> None:
 @final
 @dataclass(frozen=True)
 class Jacobian:
-    """J = ∂y/∂θ of the outputs y [n *out] at a batch, as products: the model is linearised once, at a snapshot.
+    """The Jacobian of a model's outputs, as products with vectors; made by ``jacobian``.
 
-    Made by ``jacobian``. J maps vectors to velocities of the outputs (``push``), and Jᵀ maps covectors of the outputs
-    to covectors of the parameters (``pull``). Of a loader it is that of all its batches, one below the other.
+    J maps vectors to velocities of the outputs (``push``), and Jᵀ maps covectors of the outputs to covectors of the
+    parameters (``pull``). Of a loader it is that of all its batches, one below the other.
+
+    Method:
+        J = ∂y/∂θ of the outputs y [n *out] at a batch: the model is linearised once, at a snapshot.
     """
 
     _batches: tuple[Linearisation, ...]
@@ -421,17 +434,25 @@ def jacobian(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Jacobian:
-    """The Jacobian of the outputs of a model in its parameters, as products that can be repeated.
+    """The Jacobian of a model's outputs in its parameters, for repeated products with vectors.
 
-    ``x``: a batch, or a ``DataLoader``, whose batches are read once and kept: J is that of the joint batch, in its
-    memory, with the examples in the order of that reading. ``params``: the parameters of a pure function
-    ``f(params, x)``. ``output``: extracts y [n *out] from what the model returns.
+    Args:
+        model: A module or a pure function f(params, x).
+        x: A batch, or a ``DataLoader``, whose batches are read once and kept: J is that of the joint batch, in its
+            memory, with the examples in the order of that reading.
+        params: The parameters of a pure function.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
 
-    >>> J = jacobian(nn.Linear(2, 1), torch.tensor([[3.0, 4.0]]))
-    >>> J.push(Vector({"weight": torch.tensor([[1.0, 1.0]]), "bias": torch.ones(1)}))
-    tensor([[8.]])
-    >>> J.dense()
-    tensor([[[3., 4., 1.]]])
+    Returns:
+        A ``Jacobian`` with ``push``, ``pull`` and ``dense``.
+
+    Example:
+        >>> J = jacobian(nn.Linear(2, 1), torch.tensor([[3.0, 4.0]]))
+        >>> J.push(Vector({"weight": torch.tensor([[1.0, 1.0]]), "bias": torch.ones(1)}))
+        tensor([[8.]])
+        >>> J.dense()
+        tensor([[[3., 4., 1.]]])
     """
     wrapped = Model.of(model, params, output)
     inputs = [each for each, _ in batches_of(wrapped, x)] if isinstance(x, DataLoader) else [x]
@@ -452,11 +473,23 @@ def pushforward(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
-    """J v: the velocity [n *out] of the outputs when the parameters move along v (Luk and Grosse (2018), section 2.1).
+    """How the outputs move when the parameters do.
 
-    >>> model = nn.Linear(2, 1)
-    >>> pushforward(model, torch.ones(3, 2), Vector({"weight": torch.ones(1, 2), "bias": torch.ones(1)})).flatten()
-    tensor([3., 3., 3.])
+    Args:
+        model: A module or a pure function f(params, x).
+        x: The inputs of the batch.
+        v: The velocity of the parameters, a ``Vector``.
+        params: The parameters of a pure function.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+
+    Returns:
+        J v, the velocity [n *out] of the outputs (Luk and Grosse 2018, section 2.1).
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> pushforward(model, torch.ones(3, 2), Vector({"weight": torch.ones(1, 2), "bias": torch.ones(1)})).flatten()
+        tensor([3., 3., 3.])
     """
     return jacobian(model, x, params=params, output=output).push(v)
 
@@ -468,10 +501,22 @@ def pullback_covector(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Covector:
-    """Jᵀu: the covector of the outputs u [n *out] pulled back to the parameters; this is back-propagation.
+    """Pull a covector of the outputs back to the parameters: this is back-propagation.
 
-    >>> model = nn.Linear(2, 1)
-    >>> pullback_covector(model, torch.ones(3, 2), torch.ones(3, 1))["weight"]
-    tensor([[3., 3.]])
+    Args:
+        model: A module or a pure function f(params, x).
+        x: The inputs of the batch.
+        u: The covector of the outputs [n *out].
+        params: The parameters of a pure function.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+
+    Returns:
+        Jᵀu, a ``Covector``.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> pullback_covector(model, torch.ones(3, 2), torch.ones(3, 1))["weight"]
+        tensor([[3., 3.]])
     """
     return jacobian(model, x, params=params, output=output).pull(u)

@@ -26,20 +26,28 @@ _NOT_FINITE = "the Lanczos process met NaN or infinity in a product with the ope
 @final
 @dataclass(frozen=True, repr=False)
 class SpectralDensity:
-    """How many eigenvalues of an operator lie where, from the Gauss rules of random probes; ``print`` it for a plot.
+    """How many eigenvalues of a metric or Hessian lie where; ``print`` it for a plot.
 
-    A probe sees the eigenvalues ``values`` [q k] with the counts ``counts`` [q k], whose sum is the dimension of the
-    space that was probed. The first ``exact`` of them are the same in all rows: eigenvalues whose eigenvectors are
-    known, with the count 1. The probes see what is orthogonal to these. Of the ``size`` eigenvalues of the operator,
-    ``zeros`` are known to be zero without a probe: G = RᵀR and RRᵀ have the same others. ``exhausted``: the process
-    ended by itself, so that the values are eigenvalues, up to rounding, and each that the operator has is among them.
-    The counts of what is not among the exact ones are random nevertheless: a probe sees how long it is in the space of
-    an eigenvalue, and not the dimension of that.
+    Attributes:
+        size: The number of eigenvalues of the operator.
+        values: The eigenvalues [q k] that the q probes see.
+        counts: How many each of them stands for [q k]; a row sums to the dimension of the space that was probed.
+        exact: So many of the first columns are the same in all rows: eigenvalues whose eigenvectors are known, with the
+            count 1.
+        zeros: How many eigenvalues are known to be zero without a probe: G = RᵀR and RRᵀ have the same others.
+        dtype: The precision of the products.
+        exhausted: The process ended by itself, so that the values are eigenvalues, up to rounding, and each that the
+            operator has is among them. The counts of those that are not exact are random nevertheless.
 
-    Where as many products as the space has dimensions were allowed, there are no probes: the values are all
-    eigenvalues, in one row (q = 1), multiple ones several times. All are exact, and the standard errors are 0.
-    Otherwise a trace has a standard error, which ``trace_of`` and ``repr`` tell. It is a larger share of the trace
-    of a Hessian, whose positive and negative eigenvalues nearly cancel, than of that of a metric: take more probes.
+    Method:
+        The Gauss rules of random probes, which see what is orthogonal to the exact eigenvectors. A probe sees how long
+        it is in the space of an eigenvalue, and not the dimension of that.
+
+        Where as many products as the space has dimensions were allowed, there are no probes: the values are all
+        eigenvalues, in one row (q = 1), multiple ones several times. All are exact, and the standard errors are 0.
+
+        Otherwise a trace has a standard error, which ``trace_of`` and ``repr`` tell. It is a larger share of the trace
+        of a Hessian, whose positive and negative eigenvalues nearly cancel, than of that of a metric: take more probes.
     """
 
     size: int
@@ -153,25 +161,37 @@ def spectral_density(
 ) -> SpectralDensity:
     """The distribution of the eigenvalues of a metric or a Hessian, from products with it.
 
-    Stochastic Lanczos quadrature (Golub and Welsch 1969; Ubaru, Chen and Saad 2017; for networks Ghorbani, Krishnan and
-    Xiao 2019): every one of ``probes`` random vectors of signs takes ``steps`` products, and all vectors of a process
-    are kept and made orthogonal again. A process before them finds the eigenvectors at the ends of the spectrum, to
-    which the probes are made orthogonal, as in Hutch++ (Meyer et al. 2021): the few large eigenvalues, which hold most
-    of the trace of a network and would be counted as anything between zero and several by a probe, are counted once
-    each. The bulk comes out as a density, with a standard error that falls as one over the root of the number of
-    probes: ``repr`` shows that of the trace. In a space of at most ``steps`` dimensions the matrix is formed, by one
-    product for each, and its eigenvalues are exact.
+    Args:
+        G: An operator (``ng.hessian(…)``, or of any structure), or a pullback.
+        probes: The number of random vectors, over which errors are estimated.
+        steps: Products for each of them. In a space of at most this many dimensions all eigenvalues are computed.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
+        memory: Bytes that the vectors may occupy; by default the bound of the pullback.
 
-    ``G``: an operator (``ng.hessian(…)``, or of any structure), or a pullback, of which no more than products are
-    needed. Where the metric has a root with fewer rows N·K than there are parameters, the process runs on RRᵀ.
-    ``memory``: bytes that the vectors may occupy; by default the bound of the pullback. Eigenvectors take what the
-    vectors of a process leave, the largest eigenvalues first.
+    Returns:
+        A ``SpectralDensity``; ``print`` it for a plot.
 
-    >>> import natgrad as ng
-    >>> x = torch.eye(2, dtype=torch.float64).repeat(3, 1)
-    >>> density = spectral_density(ng.pullback(torch.nn.Linear(2, 1, bias=False).double(), x, ng.Euclidean()))
-    >>> round(density.largest, 9), density.count_above(0.1)[0]  # G = ½·1
-    (0.5, 2.0)
+    Method:
+        Stochastic Lanczos quadrature (Golub and Welsch 1969; Ubaru, Chen and Saad 2017; for networks Ghorbani, Krishnan
+        and Xiao 2019): every probe, a vector of signs, takes ``steps`` products, and all vectors of a process are kept
+        and made orthogonal again.
+
+        A process before them finds the eigenvectors at the ends of the spectrum, to which the probes are made
+        orthogonal, as in Hutch++ (Meyer et al. 2021): the few large eigenvalues, which hold most of the trace of a
+        network and would be counted as anything between zero and several by a probe, are counted once each.
+
+        The bulk comes out as a density, with a standard error that falls as one over the root of the number of probes:
+        ``repr`` shows that of the trace.
+
+        Where the metric has a root with fewer rows N·K than there are parameters, the process runs on RRᵀ. Eigenvectors
+        take what the vectors of a process leave, the largest eigenvalues first.
+
+    Example:
+        >>> import natgrad as ng
+        >>> x = torch.eye(2, dtype=torch.float64).repeat(3, 1)
+        >>> density = spectral_density(ng.pullback(torch.nn.Linear(2, 1, bias=False).double(), x, ng.Euclidean()))
+        >>> round(density.largest, 9), density.count_above(0.1)[0]  # G = ½·1
+        (0.5, 2.0)
     """
     if not isinstance(G, Pullback | LoaderPullback):
         check_slots(G=(G, Operator))

@@ -22,28 +22,37 @@ _CANCELLED = 64  # times the precision: how much is left where the terms of a gr
 @final
 @dataclass(frozen=True)
 class Relative:
-    """Damping without units: λ = ε·(mean eigenvalue), factor by factor.
+    """Damping without units: a share of the mean eigenvalue, factor by factor.
 
-    S + ε·mean(S) and A + ε·mean(A) for the two factors of a layer, G_b + ε·mean(G_b) for every block of ``BlockDense``
-    and every layer of ``EigenKronecker``, d + ε·mean(d) for every parameter of ``Diagonal``, and G + ε·tr G/p for one
-    matrix. The mean runs over all groups of a layer. Multiplying the loss by a number multiplies G + λ by a number, and
-    leaves the direction of the step as it was. So does multiplying the outputs of a layer, or the inputs of one without
-    a bias, where every layer has its own λ; one matrix over several layers has one λ for all of them.
+    Args:
+        epsilon: ε > 0, the share; 0.01 is a good start.
 
-    What is zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero. Zero is
-    also what only rounding keeps from it (``is_rounding``): a parameter of ``Diagonal``, a block of ``BlockDense``, or
-    a group of a layer, such as the keys of an attention, whose mean second moment is at most (64 ε)² of the largest
-    (6·10⁻¹¹ in single precision, 2·10⁻²⁸ in double). So are factors whose λ is below the smallest normal number, 10⁻³⁸
-    in single precision: gradients have vanished there.
+    Method:
+        S + ε·mean(S) and A + ε·mean(A) for the two factors of a layer, G_b + ε·mean(G_b) for every block of
+        ``BlockDense`` and every layer of ``EigenKronecker``, d + ε·mean(d) for every parameter of ``Diagonal``, and G +
+        ε·tr G/p for one matrix. The mean runs over all groups of a layer.
 
-    It bounds no step. Where the gradients of a layer are g times smaller but not zero, as those of the queries and keys
-    of an attention whose softmax saturates, λ is g² times smaller and the step 1/g times longer. A number as damping,
-    or ``LevenbergMarquardt()``, which looks at the loss, bounds it.
+        Multiplying the loss by a number multiplies G + λ by a number, and leaves the direction of the step as it was.
+        So does multiplying the outputs of a layer, or the inputs of one without a bias, where every layer has its own
+        λ; one matrix over several layers has one λ for all of them.
 
-    >>> import natgrad as ng
-    >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
-    >>> ng.sharp(G, ng.Covector({"w": torch.ones(2)}), damping=Relative(0.5))["w"]  # 1/(1 + 0.5·2), 1/(3 + 0.5·2)
-    tensor([0.5000, 0.2500])
+        What is zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero. Zero is
+        also what only rounding keeps from it (``is_rounding``): a parameter of ``Diagonal``, a block of ``BlockDense``,
+        or a group of a layer, such as the keys of an attention.
+
+        That is a mean second moment of at most (64 ε)² of the largest (6·10⁻¹¹ in single precision, 2·10⁻²⁸ in double).
+        So are factors whose λ is below the smallest normal number, 10⁻³⁸ in single precision: gradients have vanished
+        there.
+
+        It bounds no step. Where the gradients of a layer are g times smaller but not zero, as those of the queries and
+        keys of an attention whose softmax saturates, λ is g² times smaller and the step 1/g times longer. A number as
+        damping, or ``LevenbergMarquardt()``, which looks at the loss, bounds it.
+
+    Example:
+        >>> import natgrad as ng
+        >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
+        >>> ng.sharp(G, ng.Covector({"w": torch.ones(2)}), damping=Relative(0.5))["w"]  # 1/(1 + 0.5·2), 1/(3 + 0.5·2)
+        tensor([0.5000, 0.2500])
     """
 
     epsilon: float

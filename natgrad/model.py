@@ -545,14 +545,18 @@ def in_library_pass() -> bool:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode (running statistics, no dropout) inside the block; afterwards every module has its old mode.
+    """Evaluation mode inside a block: running statistics, no dropout; restored afterwards.
 
-    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    >>> with evaluating(net):
-    ...     net[1].training
-    False
-    >>> net[1].training
-    True
+    Args:
+        module: The module; all its children are switched to evaluation mode.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        >>> with evaluating(net):
+        ...     net[1].training
+        False
+        >>> net[1].training
+        True
     """
     modes = {m: m.training for m in module.modules()}
     module.eval()

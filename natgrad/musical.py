@@ -24,15 +24,25 @@ from natgrad.structures.implicit import HessianOperator
 
 
 def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: Damping = 0.0) -> Vector:
-    """ω♯ = (G + λ)⁻¹ω, or G⁺ω with ``solver=Pinv()``; an ascent vector (Grosse 2021, section 6.1).
+    """Turn a covector into a vector by inverting the metric; the result is an ascent direction.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Linear(2, 1)
-    >>> G = ng.Dense().estimate(ng.pullback(model, torch.randn(8, 2), ng.Euclidean()))
-    >>> ω = ng.differential(model, model(torch.ones(1, 2)).sum())
-    >>> bool((G.flat(ng.sharp(G, ω)) - ω).flatten().norm() < 1e-4)
-    True
+    Args:
+        G: The metric, as a structure has estimated it.
+        ω: The covector, such as a ``differential``.
+        solver: How the metric is inverted; ``Cholesky()`` by default, ``Pinv()`` for singular ones.
+        damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
+
+    Returns:
+        ω♯ = (G + λ)⁻¹ω, a ``Vector`` (Grosse 2021, section 6.1).
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Linear(2, 1)
+        >>> G = ng.Dense().estimate(ng.pullback(model, torch.randn(8, 2), ng.Euclidean()))
+        >>> ω = ng.differential(model, model(torch.ones(1, 2)).sum())
+        >>> bool((G.flat(ng.sharp(G, ω)) - ω).flatten().norm() < 1e-4)
+        True
     """
     solver = solver or Cholesky()
     check_slots(G=(G, Operator), ω=(ω, Covector), solver=(solver, Solver))
@@ -54,17 +64,33 @@ def natural_gradient(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Vector:
-    """The natural gradient (G + λ)⁻¹ dL of a loss at a batch x (Amari 1998); subtract it to descend.
+    """The natural gradient of a loss at a batch (Amari 1998); subtract it to descend.
 
-    ``loss``: a scalar tensor computed from the model, or a function of the outputs y; where the metric is on several
-    heads, y is a dict of them by their keys or places. The other arguments are the slots, and what ``pullback`` takes.
+    Args:
+        model: A module or a pure function f(params, x).
+        x: The inputs of the batch.
+        loss: A scalar tensor computed from the model, or a function of the outputs y; where the metric is on several
+            heads, y is a dict of them by their keys or places.
+        metric: The metric on the outputs, or the loss.
+        structure: How the metric is held; ``Dense()`` by default.
+        solver: How it is inverted; ``Cholesky()`` by default.
+        damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
+        params: The parameters of a pure function.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
-    >>> loss = lambda y: nn.functional.cross_entropy(y, t)
-    >>> ng.natural_gradient(model, x, loss, ng.Fisher(ng.Categorical()), damping=1e-3)
-    Vector(weight: (3, 2), bias: (3,))
+    Returns:
+        (G + λ)⁻¹ dL, a ``Vector``.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
+        >>> loss = lambda y: nn.functional.cross_entropy(y, t)
+        >>> ng.natural_gradient(model, x, loss, ng.Fisher(ng.Categorical()), damping=1e-3)
+        Vector(weight: (3, 2), bias: (3,))
     """
     structure, solver = structure or Dense(), solver or Cholesky()
     metric = metric_of(metric)
@@ -89,24 +115,38 @@ def hessian(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> HessianOperator:
-    """H = ∇²L of a loss at a batch x, as products (Pearlmutter 1994); ``loss`` is a function of the outputs y.
+    """The Hessian of a loss in the parameters of a model, as products (Pearlmutter 1994).
 
-    Of a ``DataLoader`` of pairs (x, target) it is a function of y and the target, as ``nn.CrossEntropyLoss()`` is, and
-    of a loader of x one of y. Every product then reads the loader, in the memory of one batch. L is the mean over all
-    that a loss of torch counts (labels that are not ignored, by their class weights); any other loss of a batch is
-    taken for the mean over its examples, and L is that over all examples. With ``reduction="sum"`` both are sums. A
-    loader that shuffles is welcome, and one that changes its examples (random crops) has no Hessian.
+    A loader that shuffles is welcome, and one that changes its examples (random crops) has no Hessian.
 
-    H = JᵀMJ + Σ_d (∂L/∂y_d) ∇²y_d with M = ∇²L at the outputs (Johnson 2017, (40)). The first term is a metric, the
-    generalised Gauss–Newton matrix; the second one can be negative, and H with it. At an exact fit the second term is
-    zero.
+    Args:
+        model: A module or a pure function f(params, x).
+        x: A batch, or a ``DataLoader``, which every product then reads, in the memory of one batch.
+        loss: A function of the outputs y; of a loader of pairs (x, target) a function of y and the target, as
+            ``nn.CrossEntropyLoss()`` is.
+        params: The parameters of a pure function.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
-    >>> H = ng.hessian(model, x, lambda y: nn.functional.cross_entropy(y, t))
-    >>> H.dense().shape, H.differential  # a loss that is convex in the parameters: H is the metric
-    (torch.Size([9, 9]), Covector(weight: (3, 2), bias: (3,)))
+    Returns:
+        H = ∇²L, a ``HessianOperator``.
+
+    Method:
+        L is the mean over all that a loss of torch counts (labels that are not ignored, by their class weights); any
+        other loss of a batch is taken for the mean over its examples, and L is that over all examples. With
+        ``reduction="sum"`` both are sums.
+
+        H = JᵀMJ + Σ_d (∂L/∂y_d) ∇²y_d with M = ∇²L at the outputs (Johnson 2017, (40)). The first term is a metric, the
+        generalised Gauss–Newton matrix; the second one can be negative, and H with it. At an exact fit the second term
+        is zero.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
+        >>> H = ng.hessian(model, x, lambda y: nn.functional.cross_entropy(y, t))
+        >>> H.dense().shape, H.differential  # a loss that is convex in the parameters: H is the metric
+        (torch.Size([9, 9]), Covector(weight: (3, 2), bias: (3,)))
     """
     wrapped = Model.of(model, params, output)
     if not isinstance(x, DataLoader):

@@ -39,10 +39,11 @@ class FromDistribution(Family):
         rtol: A metric with a larger error, relative to F, is refused. On a GPU it is not read, and ``error`` tells it.
 
     Method:
-        Where torch has the KL divergence in closed form, F = ∂² KL(p_y0 ‖ p_y)/∂y². Else F = E[∇log p ∇log pᵀ], over
-        all values of a discrete distribution, or by quadrature if the values are numbers: Laplace, StudentT, mixtures,
-        ``Independent`` ones of these, your own with ``log_prob`` and ``sample`` or ``icdf``. Distributions of vectors
-        without a closed form must be sampled.
+        Where torch has the KL divergence in closed form, F = ∂² KL(p_y0 ‖ p_y)/∂y².
+
+        Else F = E[∇log p ∇log pᵀ], over all values of a discrete distribution, or by quadrature if the values are
+        numbers: Laplace, StudentT, mixtures, ``Independent`` ones of these, your own with ``log_prob`` and ``sample``
+        or ``icdf``. Distributions of vectors without a closed form must be sampled.
 
     Example:
         >>> family = FromDistribution(lambda y: torch.distributions.Exponential(y.exp()))

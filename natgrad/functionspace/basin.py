@@ -88,8 +88,8 @@ def basin_volume(
         probes: The number of random vectors, over which errors are estimated.
         steps: Products with G for each of them. With at most this many parameters or rows, all eigenvalues are
             computed.
-        generator: Where random numbers come from; without one, from torch's global generator.
-        params: The parameters to use, by name, or all that require a gradient.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
+        params: The parameters of a pure function, by name; a module has its own.
         output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
             out.logits``.
         memory: Bytes that a temporary may take; larger work is done in chunks.

@@ -66,6 +66,7 @@ class Volume:
 
     @property
     def value(self) -> float:
+        """The volume itself; infinite if it overflows."""
         return math.exp(self.log) if self.log < 709 else math.inf
 
     @property
@@ -129,8 +130,8 @@ def flatness(
         samples: The number of random lines through θ0.
         radius: Refuse a basin that reaches farther from θ0, a length in the metric there; by default 2^20 times the
             distance at which the loss reaches the level.
-        generator: Where random numbers come from; without one, from torch's global generator.
-        params: The parameters to use, by name, or all that require a gradient.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
+        params: The parameters of a pure function, by name; a module has its own.
         output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
             out.logits``.
 

@@ -87,7 +87,7 @@ def gradient_flow(
         solver: How it is inverted; ``Pinv()`` by default.
         damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
         target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
-        params: The parameters to use, by name, or all that require a gradient.
+        params: The parameters of a pure function, by name; a module has its own.
         output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
             out.logits``.
 

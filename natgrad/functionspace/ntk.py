@@ -45,7 +45,7 @@ def ntk(
         x: The inputs.
         y: Other inputs to compare with; x itself by default.
         batch: The examples whose factors are in memory at a time.
-        params: The parameters to use, by name, or all that require a gradient.
+        params: The parameters of a pure function, by name; a module has its own.
         output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
             out.logits``.
         memory: Bytes that a temporary may take; larger work is done in chunks.
@@ -88,7 +88,7 @@ def layer_ntks(
         x: The inputs.
         y: Other inputs to compare with; x itself by default.
         batch: The examples whose factors are in memory at a time.
-        params: The parameters to use, by name, or all that require a gradient.
+        params: The parameters of a pure function, by name; a module has its own.
         output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
             out.logits``.
         memory: Bytes that a temporary may take; larger work is done in chunks.

@@ -21,23 +21,39 @@ _CONDITION = 1e4  # singular values below the largest by this factor need not be
 
 @final
 class Muon(GradientOptimizer):
-    """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
+    """Muon: steps with equal singular values, for matrices (Jordan et al. 2024).
 
-    Steepest descent in the spectral norm, with the identity as the metric: nothing is estimated. Its steps are those of
-    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch, up to
-    rounding in bfloat16, with ``nesterov=False``, too. For matrices with both sides of 256 or more, other products
-    compute the same iteration in less time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up
-    to 30 %: the iteration enlarges rounding). Five iterations do not converge: both steps are more than 10 %
-    away from UVᵀ, and the distance of this one exceeds that of torch's by at most 1 %.
+    Its steps are those of ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape
+    as one batch; AdamW steps what it steps in ``Natural``.
 
-    ``iteration``: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
-    and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the parameters (Amsel
-    et al. 2025). M, ``params``, ``groups`` and what AdamW steps are as in ``Natural``; with ``nesterov=False`` M is
-    m/(1 − μᵗ).
+    Args:
+        params: The model, ``model.parameters()``, ``model.named_parameters()``, or parameter groups of these. Of a
+            plain list it is not known which are embeddings and the head.
+        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        weight_decay: Decoupled weight decay, as AdamW's.
+        momentum: μ of the moving average of gradients.
+        nesterov: Nesterov's momentum; with False M is m/(1 − μᵗ).
+        rms: The root mean square of a step of full rank, as a multiple of the learning rate.
+        iteration: "muon" is five quintic steps in bfloat16, as in torch, after which singular values are between 0.7
+            and 1.2; "minimax" converges for those that are at least 10⁻⁴ of the norm, in the precision of the
+            parameters (Amsel et al. 2025).
+        groups: Parameter groups beside ``params``, see ``Natural``.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> opt = ng.Muon(nn.Linear(4, 3), lr=3e-3)
+    Method:
+        θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ: steepest descent in the spectral norm, with
+        the identity as the metric. Nothing is estimated.
+
+        For matrices with both sides of 256 or more, other products than torch's compute the same iteration in less
+        time, and the two steps differ by up to 5 % of UVᵀ (of a matrix of low rank by up to 30 %: the iteration
+        enlarges rounding).
+
+        Five iterations do not converge: both steps are more than 10 % away from UVᵀ, and the distance of this one
+        exceeds that of torch's by at most 1 %.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> opt = ng.Muon(nn.Linear(4, 3), lr=3e-3)
     """
 
     polar = True

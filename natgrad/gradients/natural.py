@@ -23,44 +23,58 @@ _SHARE = Relative(1e-2)
 
 @final
 class Natural(GradientOptimizer):
-    """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for W [o i].
+    """The optimizer to start with: natural-gradient steps from the gradients alone.
 
-    Steepest descent in the spectral norm of a metric (``Muon`` is that of G = 1), v scaled to the length of
-    polar(UΣVᵀ) = UVᵀ. M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983). Of
-    G = S ⊗ A the diagonals are kept, S = E[∇²]1/i, a number for every neuron, and A = 1ᵀE[∇²]/o, one for every input:
-    the statistics of Adafactor (Shazeer and Stern 2018). ε·mean S and ε·mean A are added to them (``damping``). So
-    neurons with large gradients, and inputs of large size, do not dominate the singular vectors, and steps along them
-    are short. With p = ½ the metric is half-way between the identity and G.
+    It takes AdamW's place in a training loop. ``print(opt.plan())`` shows what steps every parameter, and why. With a
+    ``metric`` the result is a ``NaturalGradient``: its arguments are those of ``natgrad.optim.natural_of_outputs``.
 
-    ``params``: the model, ``model.parameters()``, ``model.named_parameters()``, or parameter groups of these. A kernel
-    [o i *k] is the matrix [o i·k]; a parameter with three axes outside of a convolution is a stack of matrices [e o i]
-    (experts), every one stepped by itself. AdamW with the same learning rate and weight decay, and β = (0.9, 0.95),
-    steps embeddings, vectors (also matrices with one row or column, if there are others), and the head: what
-    ``model.get_output_embeddings()`` returns, or the matrix with a side as long as the vocabulary of an embedding.
-    ``print(opt.plan())`` shows what steps every parameter, and why.
+    Args:
+        params: The model, ``model.parameters()``, ``model.named_parameters()``, or parameter groups of these. Of a
+            plain list it is not known which are embeddings and the head.
+        metric: A metric on the outputs, or a loss, which is then estimated from the model's own passes. None, the
+            default, takes the second moment of gradients.
+        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        weight_decay: Decoupled weight decay, as AdamW's.
+        momentum: μ of the moving average of gradients.
+        power: p. With ½ the metric is half-way between the identity and G.
+        damping: λ ≥ 0; or ``Relative(ε)``, the default: ε·mean S and ε·mean A are added to S and A.
+        rms: The root mean square of a step of full rank, as a multiple of the learning rate.
+        polar: Steps by polar factors. False takes v = G^-p M, with the root mean square lr·rms.
+        iteration: How polar factors are computed, "muon" or "minimax", as in ``Muon``.
+        decay: That of the moving averages S and A.
+        groups: Parameter groups beside ``params``. A group may have an lr, weight_decay and momentum of its own;
+            ``"fallback": "adamw"`` for all of its parameters, or ``None`` for none of them (a parameter with three axes
+            is then a kernel); and ``"blocks": 3`` or ``(rows, columns)``, where a matrix is several: queries, keys and
+            values, gates, heads.
 
-    ``groups``: parameter groups beside ``params``. A group may have an lr, weight_decay and momentum of its own,
-    ``"fallback": "adamw"`` for all of its parameters, ``"fallback": None`` for none of them (a parameter with three
-    axes is then a kernel), and ``"blocks": 3`` or ``(rows, columns)``, where a matrix is several: queries, keys and
-    values, gates, heads.
+    Method:
+        θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·v, v = G^-p/2 polar(G^-p/2 M) for every matrix W [o i]: steepest descent in
+        the spectral norm of a metric (``Muon`` is that of G = 1), v scaled to the length of polar(UΣVᵀ) = UVᵀ.
 
-    Every matrix steps by the root mean square lr·rms, or less where its gradient has a low rank, so ``lr`` is on the
-    scale of AdamW's. Tune it, in a few runs a factor of 2 apart, and ``weight_decay``. ``polar=False`` takes
-    v = G^-p M, with the root mean square lr·rms. ``decay`` is that of the moving averages S and A, ``power`` is p, and
-    ``iteration`` that of ``Muon``. Whole matrices S and A are those of ``Shampoo``.
+        M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983).
 
-    With a ``metric`` on the outputs, or a loss, this is a ``NaturalGradient`` whose metric is estimated from the
-    model's own passes: its arguments are those of ``natgrad.optim.natural_of_outputs``.
+        Of G = S ⊗ A the diagonals are kept, S = E[∇²]1/i, a number for every neuron, and A = 1ᵀE[∇²]/o, one for every
+        input: the statistics of Adafactor (Shazeer and Stern 2018). So neurons with large gradients, and inputs of
+        large size, do not dominate the singular vectors, and steps along them are short. Whole matrices S and A are
+        those of ``Shampoo``.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
-    >>> opt = ng.Natural(model, lr=1e-2)
-    >>> for _ in range(3):
-    ...     opt.zero_grad()
-    ...     nn.functional.cross_entropy(model(x), t).backward()
-    ...     opt.step()
+        A kernel [o i *k] is the matrix [o i·k]; a parameter with three axes outside of a convolution is a stack of
+        matrices [e o i] (experts), every one stepped by itself.
+
+        AdamW with the same learning rate and weight decay, and β = (0.9, 0.95), steps embeddings, vectors (also
+        matrices with one row or column, if there are others), and the head: what ``model.get_output_embeddings()``
+        returns, or the matrix with a side as long as the vocabulary of an embedding.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
+        >>> opt = ng.Natural(model, lr=1e-2)
+        >>> for _ in range(3):
+        ...     opt.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), t).backward()
+        ...     opt.step()
     """
 
     letters = ("S", "A")

@@ -30,25 +30,42 @@ _ROOT_ERROR = 0.1  # the largest residual of a root that is used
 
 @final
 class Shampoo(GradientOptimizer):
-    """Shampoo (Gupta, Koren and Singer 2018): v = (S + λ_S)^-p M (A + λ_A)^-p, S = E[∇∇ᵀ]/i, A = E[∇ᵀ∇]/o.
+    """Shampoo: steps scaled by powers of two matrices per layer (Gupta, Koren and Singer 2018).
 
-    The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
-    the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
-    it from a second optimizer ("grafting"). Momentum is on gradients, with Nesterov's step. AdamW steps the parameters
-    that it steps in ``Natural``, except matrices with one row or one column. Powers are computed every
-    ``inverse_every`` steps and (``early``) in the steps 1, 2, 4, … before. A kernel [o i *k] has one factor for o and
-    one for i, which its offsets share, unless both have more than ``largest`` rows: then it is the matrix [o i·k]. Of
-    factors with more rows only the diagonal is kept.
+    AdamW steps the parameters that it steps in ``Natural``, except matrices with one row or one column.
 
-    ``fit="kl"`` is a variant of KL-Shampoo (Lin et al. 2025): S ⊗ A is nearest to the second moment of ∇ in KL
-    divergence, S ← E[∇ A⁻¹ ∇ᵀ]/i and A ← E[∇ᵀ S⁻¹ ∇]/o with the inverses of the last refresh, scaled so that
-    tr(A A⁻¹) = i, and before that 1/√mean(∇²). Powers are those of the factors themselves, where the authors let
-    eigenvalues follow in a basis, and steps have the length ``rms``, where theirs have none. The other arguments are
-    those of ``Natural``.
+    Args:
+        params: The model, ``model.parameters()``, ``model.named_parameters()``, or parameter groups of these. Of a
+            plain list it is not known which are embeddings and the head.
+        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        weight_decay: Decoupled weight decay, as AdamW's.
+        momentum: μ of the moving average of gradients.
+        power: p. The original has ¼; ½ is nearer to the inverse root of the second moment of all entries, and trains
+            better.
+        damping: λ ≥ 0; or ``Relative(ε)``, the default: ε·mean S and ε·mean A are added to S and A.
+        rms: The root mean square of a step, as a multiple of the learning rate, where others take the length of a
+            second optimizer's step ("grafting").
+        fit: "mean", or "kl", a variant of KL-Shampoo (Lin et al. 2025).
+        decay: That of the moving averages S and A, where the original has sums.
+        inverse_every: Steps between powers of S and A.
+        early: Compute them also in the steps 1, 2, 4, … before.
+        largest: Of factors with more rows than this only the diagonal is kept.
+        groups: Parameter groups beside ``params``, see ``Natural``.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
+    Method:
+        v = (S + λ_S)^-p M (A + λ_A)^-p, S = E[∇∇ᵀ]/i, A = E[∇ᵀ∇]/o. Momentum is on gradients, with Nesterov's step. A
+        kernel [o i *k] has one factor for o and one for i, which its offsets share, unless both have more than
+        ``largest`` rows: then it is the matrix [o i·k].
+
+        With ``fit="kl"`` S ⊗ A is nearest to the second moment of ∇ in KL divergence, S ← E[∇ A⁻¹ ∇ᵀ]/i and A ← E[∇ᵀ
+        S⁻¹ ∇]/o with the inverses of the last refresh, scaled so that tr(A A⁻¹) = i, and before that 1/√mean(∇²).
+
+        Powers are those of the factors themselves, where the authors let eigenvalues follow in a basis.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
     """
 
     def __init__(

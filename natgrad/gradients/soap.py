@@ -31,28 +31,46 @@ _TINY = Relative(1e-6)
 
 @final
 class SOAP(GradientOptimizer):
-    """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
+    """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024).
 
-    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, and D = E[(Qᵀ∇P)²], in every step. Every
-    ``basis_every`` steps and (``early``) in the steps 1, 2, 4, 8, … Q ← QR(SQ), P ← QR(AP), with the columns sorted by
-    qᵀSq; the first basis is exact. ``moments``: what D becomes then. It is "carried" into the new basis,
-    D' = (Q'ᵀQ)² D (PᵀP')²; or "sorted" with the columns, and the basis is renewed after the step, so that the next
-    gradient is measured in the basis in which it is divided (Vyas et al. 2024).
+    AdamW steps the parameters that it steps in ``Natural``, except matrices with one row or one column.
 
-    ``ng.SOAP(model, nesterov=False, moments="sorted", early=False, damping=1e-16)`` takes the steps of the paper's
-    algorithm for matrices; the authors' code takes none with the first gradient. What differs by default: D is carried;
-    λ is 10⁻⁶ of the mean of D, so that rounding along directions without a gradient is not amplified; momentum is
-    Nesterov's, and not corrected for its start, so that the first steps are shorter. The offsets of a kernel share Q
-    and P. A side with more than ``largest`` rows has no basis. AdamW steps the parameters that it steps in ``Natural``,
-    except matrices with one row or one column. The other arguments are those of ``Natural``.
+    Args:
+        params: The model, ``model.parameters()``, ``model.named_parameters()``, or parameter groups of these. Of a
+            plain list it is not known which are embeddings and the head.
+        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        weight_decay: Decoupled weight decay, as AdamW's.
+        momentum: μ of the moving average of gradients.
+        nesterov: Nesterov's momentum, which is not corrected for its start; with False that of Adam.
+        damping: λ, added to D; the default is 10⁻⁶ of its mean, so that rounding along directions without a gradient is
+            not amplified.
+        decay: That of the moving averages S, A and D.
+        basis_every: Steps between new eigenvectors.
+        early: Renew them also in the steps 1, 2, 4, 8, …
+        moments: What D becomes then: "carried" into the new basis, or "sorted" with the columns, and the basis is
+            renewed after the step, so that the next gradient is measured in the basis in which it is divided (Vyas et
+            al. 2024).
+        largest: A side with more rows than this has no basis.
+        groups: Parameter groups beside ``params``, see ``Natural``.
 
-    Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
-    later gradients are measured in that basis. Several processes and gradient accumulation round their sums in another
-    way, and take the steps of the joint batch only up to the choice of this basis.
+    Method:
+        v = Q (QᵀMP/√(D + λ)) Pᵀ. Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, and D = E[(Qᵀ∇P)²], in
+        every step.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
+        Q ← QR(SQ), P ← QR(AP), with the columns sorted by qᵀSq; the first basis is exact. "carried" is D' = (Q'ᵀQ)² D
+        (PᵀP')². The offsets of a kernel share Q and P.
+
+        ``ng.SOAP(model, nesterov=False, moments="sorted", early=False, damping=1e-16)`` takes the steps of the paper's
+        algorithm for matrices; the authors' code takes none with the first gradient.
+
+        Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
+        later gradients are measured in that basis. Several processes and gradient accumulation round their sums in
+        another way, and take the steps of the joint batch only up to the choice of this basis.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
     """
 
     letters = ("S", "A", "Q", "P", "D")

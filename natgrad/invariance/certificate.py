@@ -43,6 +43,7 @@ class Certificate:
 
     @property
     def largest(self) -> float:
+        """The largest of the differences."""
         return max(self.differences)
 
     @property

@@ -45,7 +45,9 @@ class MirrorDescent(torch.optim.Optimizer):
     Method:
         ``descent=mirror_step``: the gradient in the chart of a member moves its other chart, and no metric is inverted.
         A member in the natural chart steps by ξ ← ξ − lr ∇_ηJ; one in the mean chart by η ← η − lr ∇_ξJ, which is
-        natural gradient in η. ``descent=natural_step``: the chart of the member moves along its natural gradient.
+        natural gradient in η.
+
+        ``descent=natural_step``: the chart of the member moves along its natural gradient.
 
         Momentum m ← μm + ∇J lives in the chart that moves: its coordinates are affine, so that velocities of different
         points may be added; with ``natural_step`` m is a covector, raised to a vector at every step.

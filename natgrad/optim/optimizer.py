@@ -82,61 +82,87 @@ _LEFT = 'do not move: give them a group with "fallback": "adamw" and a learning 
 
 @final
 class NaturalGradient(torch.optim.Optimizer):
-    """θ ← θ − lr·(G + λ)⁻¹∇L (Amari 1998): one choice for each of metric, structure, solver and step rule.
+    """Natural-gradient steps with any metric, structure, solver and step rule.
 
-    The training loop stays as it is. In the steps in which the metric is estimated (every step, or as
-    ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
-    model under ``torch.no_grad()`` to evaluate it. ``metric`` is a metric, or the loss that is trained (``metric_of``).
-    Metrics that depend on the targets (``Empirical(loss)``) need ``opt.refresh(x, target)`` before the step.
-    ``Empirical()`` is estimated in your own backward pass. ``BatchGradient()`` has no hook: G is the average of ∇L ∇Lᵀ
-    over the steps, from the gradients in ``.grad``.
+    The training loop stays as it is. Call the model under ``torch.no_grad()`` to evaluate it. ``KFAC``, ``EKFAC`` and
+    others are presets of this optimizer.
 
-    ``momentum_on="steps"`` averages steps, m ← μm + v, θ ← θ − lr·m. ``momentum_on="gradients"`` averages gradients, m
-    ← μm + (1 − μ)ω, and applies the current metric to the average, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983).
-    There, with ``nesterov=False``, v = (m/(1 − μᵗ))♯ in step t, as in Adam (Kingma and Ba 2015); t counts all steps,
-    and the first gradient of a parameter counts in full. Use "gradients" if the gradient is noisy: a sum of steps that
-    were computed with different metrics is a descent direction of none of them. Weight decay is decoupled, θ ← (1 −
-    lr·wd)θ. Every number in a parameter group may change between steps; λ must be the same in all groups. With
-    ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the groups hold ε. A parameter
-    whose ``.grad`` is None does not move in that step; the steps of the others are those with a zero gradient there.
+    Args:
+        model: The module to train; compiled and DDP-wrapped ones as they are.
+        metric: The loss you train, or a metric on the outputs. Metrics that depend on the targets (``Empirical(loss)``)
+            need ``opt.refresh(x, target)`` before the step. ``Empirical()`` is estimated in your own backward pass.
+            ``BatchGradient()`` has no hook: G is the average of ∇L ∇Lᵀ over the steps.
+        structure: How the metric is held: ``Dense()``, ``Kronecker()``, …; in ``Refresh(structure, every, decay)`` it
+            is estimated now and then, and averaged.
+        solver: How the metric is inverted: ``Cholesky()``, ``Pinv()`` for singular ones, ``CG()``, or ``Factored()``
+            for Kronecker factors.
+        step: The step rule: ``Fixed()``, ``TrustRegion(radius)``, ``LevenbergMarquardt()``, … Rules that evaluate the
+            loss again need ``opt.step(closure)``: ``opt.needs_closure`` says so.
+        lr: Learning rate.
+        damping: λ ≥ 0, added to the metric, the same in all groups. With ``Relative(ε)`` λ is ε times the mean
+            eigenvalue, factor by factor.
+        momentum: μ, how much of the last step is added to this one; 0 for none.
+        momentum_on: "steps" averages steps; "gradients" averages gradients, and applies the current metric to the
+            average. Use "gradients" if the gradient is noisy: a sum of steps that were computed with different metrics
+            is a descent direction of none of them.
+        nesterov: With momentum on gradients: Nesterov's step; False is the momentum of Adam, corrected for its start.
+        weight_decay: Decoupled weight decay: θ ← (1 − lr·wd)θ in every step.
+        groups: Parameter groups as in torch.optim; parameters that no group names form the first one. Every number in a
+            group may change between steps. ``"fallback": "adamw"`` or ``None`` chooses for all parameters of a group.
+        fallback: "adamw" has AdamW step gains, biases, embeddings and what has no layer rule. A structure keeps
+            parameters without a layer rule in it.
+        rules: Layer rules for your own modules; they take precedence over those of the library.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        examples: "inputs" if the model flattens its outputs over positions, [n·t *out], and the examples are the n rows
+            of its first input.
+        generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
+            state is not used.
+        memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
+        strict: Make an error of warnings: parameters without a layer rule, and a loss other than the one given.
 
-    When a step raises an error, parameters and momentum are unchanged. Kronecker factors and their inverses are updated
-    in place: those of some layers may have changed, and the inverses are then computed again in the next step. A step
-    that the step rule rejects (``opt.last.accepted`` is False) changes no parameter and resets the momentum. A rule
-    that evaluates the loss again (``LevenbergMarquardt``) needs ``opt.step(closure)``: ``opt.needs_closure`` and
-    ``repr(opt)`` say so, and the logger "natgrad" does at construction.
+    Method:
+        θ ← θ − lr·(G + λ)⁻¹∇L (Amari 1998). In the steps in which the metric is estimated, a hook on the model's
+        forward pass estimates it from that pass.
 
-    ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. With
-    ``fallback="adamw"`` parameters with fewer than two axes (gains, biases), the weights of embeddings, and what the
-    first forward pass shows no layer rule for, are stepped by AdamW, with the learning rate and the weight decay of
-    their group. The metric covers the other parameters, among them a head that is not tied to an embedding. With
-    ``BatchGradient()`` or ``Polar``, AdamW also steps parameters with three axes outside of ``nn.Conv1d``, which may be
-    stacks of matrices (experts). A group may choose otherwise for all of its parameters,
-    ``{"params": head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. A ``fallback`` that is a structure
-    is that of ``Kronecker(fallback=…)``: parameters without a layer rule are kept in it, and AdamW steps only what
-    groups give it. ``opt.last`` and rules that evaluate the loss cover the parameters of the metric only. ``rules``:
-    layer rules for your own modules. ``output``: a function that extracts the output tensor from what the model
-    returns.
-    ``examples="inputs"``: the model flattens its outputs over positions, [n·t *out], and the examples are the n rows of
-    its first input. ``generator`` is for sampled metrics; by default the optimizer has its own, so that it does not use
-    the global random state.
-    ``memory``: the largest number of bytes that the structure may occupy; None is half of those of the device.
+        ``momentum_on="steps"``: m ← μm + v, θ ← θ − lr·m.
 
-    Parameters that the loss reaches, but not through the outputs (another head, outside of ``output``), have no metric:
-    with ``fallback="adamw"`` AdamW steps them, otherwise they do not move. A warning names them. If the metric is given
-    as a loss, the first step compares the gradient at the outputs with that of this loss, and a warning reports another
-    loss. ``strict=True`` turns these warnings into errors. ``opt.watchers`` lists what looks for such mistakes
-    (``natgrad.watch``); ``opt.watchers.clear()`` takes them away.
+        ``momentum_on="gradients"``: m ← μm + (1 − μ)ω, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983); with
+        ``nesterov=False``, v = (m/(1 − μᵗ))♯ in step t (Kingma and Ba 2015), where t counts all steps, and the first
+        gradient of a parameter counts in full.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
-    >>> opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), lr=0.5, damping=1e-2)
-    >>> for _ in range(3):
-    ...     opt.zero_grad()
-    ...     loss = nn.functional.cross_entropy(model(x), t)
-    ...     loss.backward()
-    ...     opt.step()
+        A parameter whose ``.grad`` is None does not move in that step; the steps of the others are those with a zero
+        gradient there.
+
+        When a step raises an error, parameters and momentum are unchanged. Kronecker factors and their inverses are
+        updated in place: those of some layers may have changed, and the inverses are then computed again in the next
+        step. A step that the step rule rejects (``opt.last.accepted`` is False) changes no parameter and resets the
+        momentum.
+
+        With ``fallback="adamw"`` AdamW has the learning rate and the weight decay of the group. The metric covers the
+        other parameters, among them a head that is not tied to an embedding.
+
+        With ``BatchGradient()`` or ``Polar``, AdamW also steps parameters with three axes outside of ``nn.Conv1d``,
+        which may be stacks of matrices (experts). ``opt.last`` and rules that evaluate the loss cover the parameters of
+        the metric only.
+
+        Parameters that the loss reaches, but not through the outputs (another head, outside of ``output``), have no
+        metric: with ``fallback="adamw"`` AdamW steps them, otherwise they do not move. A warning names them.
+
+        If the metric is given as a loss, the first step compares the gradient at the outputs with that of this loss,
+        and a warning reports another loss. ``opt.watchers`` lists what looks for such mistakes (``natgrad.watch``);
+        ``opt.watchers.clear()`` takes them away.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
+        >>> opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), lr=0.5, damping=1e-2)
+        >>> for _ in range(3):
+        ...     opt.zero_grad()
+        ...     loss = nn.functional.cross_entropy(model(x), t)
+        ...     loss.backward()
+        ...     opt.step()
     """
 
     def __init__(

@@ -93,52 +93,128 @@ def KFAC(
     generator: torch.Generator | None = None,
     memory: int | None = None,
 ) -> NaturalGradient:
-    """K-FAC (Martens and Grosse 2015): θ ← θ − lr·m, m ← μm + (S + √λ/π)⁻¹ ∇ (A + π√λ)⁻¹ in every layer.
+    """K-FAC: natural-gradient steps with two small matrices per layer (Martens and Grosse 2015).
 
-    A drop-in optimizer for any model and any metric on its outputs. The metric is estimated every ``metric_every``
-    steps (default 10; 2 with ``SelfTuned``), enters a moving average with ``decay``, and is inverted every
-    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). ``early``: in the beginning, when the metric changes
-    fastest, it is also inverted in the steps 1, 2, 4, 8, … and estimated in each of the first 16 steps (``Refresh``).
-    The default ``solver`` is ``Factored()``. ``opt.plan()`` lists the rule and the structure of every parameter.
-    ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs ``opt.step(closure)``.
+    Replaces a torch optimizer without a change to the training loop. Evaluate under ``torch.no_grad()``: the metric is
+    estimated from all forward passes with gradients between two steps, so gradient accumulation works. ``opt.plan()``
+    lists the rule and the structure of every parameter.
 
-    ``sharing``, ``fallback``, ``strict`` and ``largest`` are arguments of ``Kronecker``: parameters that no layer rule
-    covers have the structure ``fallback``, and of factors with more than ``largest`` rows only the diagonal is kept.
-    With ``fallback="adamw"`` AdamW steps embeddings, gains, biases, and parameters that the first estimated pass uses
-    without a layer rule. ``strict=True`` also raises an error if the first step trains another loss than the one given.
-    ``NaturalGradient`` describes the other arguments.
+    Args:
+        model: The module to train; compiled and DDP-wrapped ones as they are.
+        metric: The loss you train, such as ``nn.CrossEntropyLoss()``, which stands for ``metric_of(loss, samples=1)``;
+            or a metric on the outputs. A metric is a mean over the examples and a sum over the terms of an example: if
+            the loss is a mean over tokens, give ``Fisher(family, reduction="mean")``.
+        lr: Learning rate, not on AdamW's scale. Tune by factors of 3.
+        damping: λ ≥ 0, added to the metric; or ``Relative(ε)``, without units. Tune by factors of 10.
+        momentum: μ, how much of the last step is added to this one; 0 for none.
+        momentum_on: "steps" averages steps, "gradients" averages gradients and applies the current metric to their
+            mean; take the latter if gradients are noisy.
+        weight_decay: Decoupled weight decay: θ ← (1 − lr·wd)θ in every step.
+        metric_every: Steps between estimates of the metric (default 10; 2 with ``SelfTuned``).
+        inverse_every: Steps between inverses (default 100; 5 with ``SelfTuned``).
+        early: In the beginning, when the metric changes fastest, invert it also in the steps 1, 2, 4, 8, … and estimate
+            it in each of the first 16.
+        decay: That of the moving average of the metric: 0.95 remembers about twenty estimates.
+        step: The step rule. ``SelfTuned()`` chooses learning rate, momentum and damping by itself and needs
+            ``opt.step(closure)``.
+        solver: How the metric is inverted; ``Factored()`` by default.
+        sharing: How positions that share a weight (pixels, tokens) are treated: "expand" as independent examples,
+            "reduce" sums over them first.
+        fallback: What keeps parameters that no layer rule covers: a structure, or "adamw" to have AdamW step them, and
+            embeddings, gains and biases too.
+        strict: Make an error of warnings: parameters without a layer rule, and a loss other than the one given.
+        largest: Of a Kronecker factor with more rows than this, such as a vocabulary, only the diagonal is kept.
+        groups: Parameter groups as in torch.optim, such as ``[{"params": head.parameters(), "lr": 0.01}]``; parameters
+            that no group names form the first one.
+        rules: Layer rules for your own modules; they take precedence over those of the library.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        examples: "inputs" if the model flattens its outputs over positions, [n·t *out], and the examples are the n rows
+            of its first input.
+        generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
+            state is not used.
+        memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
 
-    ``metric``: a metric, or the loss that is trained. A loss is replaced by ``metric_of(loss, samples=1)``, which has
-    the same reduction. A metric is a mean over the examples and a sum over the terms of an example: if the loss is a
-    mean over tokens, give ``Fisher(family, reduction="mean")``; otherwise S is too large by the number of tokens, and
-    the steps are too short.
+    Returns:
+        The optimizer, a ``torch.optim.Optimizer``.
 
-    The metric is estimated from all forward passes with gradients between two steps, so gradient accumulation works.
-    Call the model under ``torch.no_grad()`` to evaluate it.
+    Raises:
+        UncoveredError: with ``strict=True``, if a parameter has no layer rule.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
-    >>> opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), lr=0.1)
-    >>> for _ in range(3):
-    ...     opt.zero_grad()
-    ...     nn.functional.cross_entropy(model(x), t).backward()
-    ...     opt.step()
+    Method:
+        θ ← θ − lr·m, m ← μm + (S + √λ/π)⁻¹ ∇ (A + π√λ)⁻¹ in every layer, with the factors S and A of ``Kronecker``.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
+        >>> opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), lr=0.1)
+        >>> for _ in range(3):
+        ...     opt.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), t).backward()
+        ...     opt.step()
     """
     return _kfac(Kronecker, Factored(), locals())
 
 
 @_with_arguments_of(KFAC)
 def EKFAC(**arguments: Any) -> NaturalGradient:
-    """EK-FAC (George et al. 2018): as ``KFAC``, scaled by second moments in the eigenbasis of the factors.
+    """EK-FAC: K-FAC with second moments in the factors' eigenvectors (George et al. 2018).
 
-    The damping is exact, (G + λ)⁻¹. Eigenvectors are computed where ``KFAC`` inverts. The arguments are those of
-    ``KFAC``; the default ``solver`` is ``Cholesky()``.
+    The damping is exact, (G + λ)⁻¹. Eigenvectors are computed where ``KFAC`` inverts.
 
-    With gradient accumulation the first step differs from that of the joint batch: its second moments are measured in
-    the eigenbasis of the first micro-batch, later ones in that of all examples so far. To make the first step exact,
-    call ``opt.refresh(x)`` with the joint batch before it.
+    Args:
+        model: The module to train; compiled and DDP-wrapped ones as they are.
+        metric: The loss you train, such as ``nn.CrossEntropyLoss()``, or a metric on the outputs. A loss stands for
+            ``metric_of(loss, samples=1)``.
+        lr: Learning rate, not on AdamW's scale. Tune by factors of 3.
+        damping: λ ≥ 0, added to the metric; or ``Relative(ε)``, without units. Tune by factors of 10.
+        momentum: μ, how much of the last step is added to this one; 0 for none.
+        momentum_on: "steps" averages steps, "gradients" averages gradients and applies the current metric to their
+            mean; take the latter if gradients are noisy.
+        weight_decay: Decoupled weight decay: θ ← (1 − lr·wd)θ in every step.
+        metric_every: Steps between estimates of the metric (default 10; 2 with ``SelfTuned``).
+        inverse_every: Steps between inverses (default 100; 5 with ``SelfTuned``).
+        early: In the beginning, when the metric changes fastest, invert it also in the steps 1, 2, 4, 8, … and estimate
+            it in each of the first 16.
+        decay: That of the moving average of the metric: 0.95 remembers about twenty estimates.
+        step: The step rule. ``SelfTuned()`` chooses learning rate, momentum and damping by itself and needs
+            ``opt.step(closure)``.
+        solver: How the metric is inverted; ``Cholesky()`` by default, exactly.
+        sharing: How positions that share a weight (pixels, tokens) are treated: "expand" as independent examples,
+            "reduce" sums over them first.
+        fallback: What keeps parameters that no layer rule covers: a structure, or "adamw" to have AdamW step them, and
+            embeddings, gains and biases too.
+        strict: Make an error of warnings: parameters without a layer rule, and a loss other than the one given.
+        largest: Of a Kronecker factor with more rows than this, such as a vocabulary, only the diagonal is kept.
+        groups: Parameter groups as in torch.optim, such as ``[{"params": head.parameters(), "lr": 0.01}]``; parameters
+            that no group names form the first one.
+        rules: Layer rules for your own modules; they take precedence over those of the library.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        examples: "inputs" if the model flattens its outputs over positions, [n·t *out], and the examples are the n rows
+            of its first input.
+        generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
+            state is not used.
+        memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
+
+    Returns:
+        The optimizer, a ``torch.optim.Optimizer``.
+
+    Method:
+        As ``KFAC``, scaled by second moments in the eigenbasis of the factors (``EigenKronecker``).
+
+        With gradient accumulation the first step differs from that of the joint batch: its second moments are measured
+        in the eigenbasis of the first micro-batch, later ones in that of all examples so far. To make the first step
+        exact, call ``opt.refresh(x)`` with the joint batch before it.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> model, x, t = torch.nn.Linear(4, 3), torch.randn(32, 4), torch.arange(32) % 3
+        >>> opt = ng.EKFAC(model, torch.nn.CrossEntropyLoss(), lr=0.1)
+        >>> torch.nn.functional.cross_entropy(model(x), t).backward()
+        >>> opt.step()
     """
     return _kfac(EigenKronecker, _CHOLESKY, arguments)
 
@@ -173,35 +249,77 @@ def SobolevKFAC(
     generator: torch.Generator | None = None,
     memory: int | None = None,
 ) -> NaturalGradient:
-    """Sobolev K-FAC (Bai, Rosenberg and Xu 2022): ``KFAC`` with the metric of functions ``Sobolev(metric, …)``.
+    """K-FAC with a metric on functions that prefers smooth changes (Bai, Rosenberg and Xu 2022).
 
-    A = Σ_nm C_nm a_n a_mᵀ/(N R), S = κ Σ_nm C_nm g_n g_mᵀ/N with C = K⁻¹, K the Sobolev kernel of the inputs of the
-    batch, and κ the scale that gives A ⊗ S the trace of its block as far as K-FAC has it (in large layers estimated,
-    from random signs that stay the same). Where K = 1 (ℓ small beside all distances, or a batch of one) every step is
-    that of ``KFAC``. A sampled metric shares its samples between the examples.
+    Args:
+        model: The module to train; compiled and DDP-wrapped ones as they are.
+        metric: The loss you train, such as ``nn.CrossEntropyLoss()``, or a metric on the outputs. A loss stands for
+            ``metric_of(loss, samples=1)``.
+        nu: The smoothness ν of the kernel: ½, 3/2, 5/2, or any other positive number.
+        lengthscale: A number, or a rule that is measured on every batch: ``Median(divisor=4)`` (the default), or
+            ``Alike(0.1)``, which fixes the mean of the kernel.
+        jitter: A small number that is added to the kernel's diagonal, relative to it.
+        features: Called as the model is, for inputs that are no points (tokens) or say little; returns points [n d].
+        lr: Learning rate. ``KLClip`` bounds the length of a step in its own metric, which makes that of K-FAC safe
+            here. With ``step=Fixed()`` divide it by λ_max(K), at most the largest row sum of ``Sobolev(…).gram(x, n)``.
+        damping: λ ≥ 0, added to the metric; or ``Relative(ε)``, without units. Tune by factors of 10.
+        momentum: μ, how much of the last step is added to this one; 0 for none.
+        momentum_on: "steps" averages steps, "gradients" averages gradients and applies the current metric to their
+            mean; take the latter if gradients are noisy.
+        weight_decay: Decoupled weight decay: θ ← (1 − lr·wd)θ in every step.
+        metric_every: Steps between estimates of the metric (default 10; 2 with ``SelfTuned``).
+        inverse_every: Steps between inverses (default 100; 5 with ``SelfTuned``).
+        early: In the beginning, when the metric changes fastest, invert it also in the steps 1, 2, 4, 8, … and estimate
+            it in each of the first 16.
+        decay: That of the moving average of the metric: 0.95 remembers about twenty estimates.
+        step: The step rule. ``SelfTuned()`` chooses learning rate, momentum and damping by itself and needs
+            ``opt.step(closure)``.
+        solver: How the metric is inverted; ``Factored()`` by default.
+        sharing: How positions that share a weight (pixels, tokens) are treated: "expand" as independent examples,
+            "reduce" sums over them first.
+        fallback: What keeps parameters that no layer rule covers: a structure, or "adamw" to have AdamW step them, and
+            embeddings, gains and biases too.
+        strict: Make an error of warnings: parameters without a layer rule, and a loss other than the one given.
+        largest: Of a Kronecker factor with more rows than this, such as a vocabulary, only the diagonal is kept.
+        groups: Parameter groups as in torch.optim, such as ``[{"params": head.parameters(), "lr": 0.01}]``; parameters
+            that no group names form the first one.
+        rules: Layer rules for your own modules; they take precedence over those of the library.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        examples: "inputs" if the model flattens its outputs over positions, [n·t *out], and the examples are the n rows
+            of its first input.
+        generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
+            state is not used.
+        memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
 
-    ``lengthscale``: a number, or a rule that is measured on every batch: ``Median(divisor=4)`` (the default), or
-    ``Alike(0.1)``, which fixes the mean of the kernel. ``features`` is called as the model is, for inputs that are no
-    points (tokens) or say little. ``nu`` and ``jitter`` are those of ``Sobolev``, the other arguments those of
-    ``KFAC``.
+    Returns:
+        The optimizer, a ``torch.optim.Optimizer``.
 
-    Smooth changes of the function cost less than in K-FAC, down to 1/λ_max(K), and λ_max(K) is up to N: undamped and
-    over-parametrised, outputs move by −lr·K e, which descends for lr < 2/λ_max(K). ``KLClip`` bounds the length of a
-    step in its own metric; this is what makes the learning rate of K-FAC safe here. With ``step=Fixed()`` divide it by
-    λ_max(K) yourself, which is at most the largest row sum of ``Sobolev(…).gram(x, n)``.
+    Method:
+        ``KFAC`` with the metric ``Sobolev(metric, …)``: A = Σ_nm C_nm a_n a_mᵀ/(N R), S = κ Σ_nm C_nm g_n g_mᵀ/N.
 
-    Micro-batches of gradient accumulation, and the batches of several processes, are coupled each by itself, and
-    averaged as those of ``KFAC`` are. Equal examples count as one.
+        Here C = K⁻¹, K the Sobolev kernel of the inputs of the batch, and κ the scale that gives A ⊗ S the trace of its
+        block as far as K-FAC has it (in large layers estimated, from random signs that stay the same).
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    >>> x = torch.randn(32, 4)
-    >>> opt = ng.SobolevKFAC(model, ng.Euclidean(), lr=0.1, lengthscale=2.0)
-    >>> for _ in range(3):
-    ...     opt.zero_grad()
-    ...     (model(x) - x.sin().sum(1, keepdim=True)).square().mean().backward()
-    ...     opt.step()
+        Where K = 1 (ℓ small beside all distances, or a batch of one) every step is that of ``KFAC``. A sampled metric
+        shares its samples between the examples. Equal examples count as one.
+
+        Smooth changes of the function cost less than in K-FAC, down to 1/λ_max(K), and λ_max(K) is up to N: undamped
+        and over-parametrised, outputs move by −lr·K e, which descends for lr < 2/λ_max(K).
+
+        Micro-batches of gradient accumulation, and the batches of several processes, are coupled each by itself, and
+        averaged as those of ``KFAC`` are.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> x = torch.randn(32, 4)
+        >>> opt = ng.SobolevKFAC(model, ng.Euclidean(), lr=0.1, lengthscale=2.0)
+        >>> for _ in range(3):
+        ...     opt.zero_grad()
+        ...     (model(x) - x.sin().sum(1, keepdim=True)).square().mean().backward()
+        ...     opt.step()
     """
     arguments = locals()
     own = {name: arguments.pop(name) for name in ("nu", "lengthscale", "jitter", "features")}
@@ -235,26 +353,56 @@ def natural_of_outputs(
     memory: int | None = None,
     strict: bool = False,
 ) -> NaturalGradient:
-    """``ng.Natural(model, metric)``: its steps with a metric on the outputs in place of the second moment of gradients.
-
-    ``metric``: a metric, or the loss that is trained. ``ng.Fisher(family, samples=1)`` and a loss (``ng.metric_of``)
-    have the factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
-    backward pass. ``factors``: the "diagonal" of S and A, or the "whole" matrices. ``polar=False`` takes v = G^-p M
-    with the root mean square lr·rms (``Normalised``). The metric is estimated every ``metric_every`` steps. Its powers
-    are computed every ``inverse_every`` steps (default: 1, and 25 with ``factors="whole"``) and (``early``) in the
-    steps 1, 2, 4, … before.
+    """``ng.Natural(model, metric)``: its steps with a metric on the outputs.
 
     AdamW steps embeddings, vectors (also matrices with one row or one column, if there are others), parameters with
-    three axes outside of ``nn.Conv1d``, and what no layer rule covers. ``fallback=ng.Diagonal()`` leaves nothing to
-    AdamW, and keeps what has no factors, such as vectors, in that structure: it needs ``polar=False``, since a vector
-    has no polar factor. ``strict`` is that of ``NaturalGradient``, and the other arguments those of ``KFAC``.
+    three axes outside of ``nn.Conv1d``, and what no layer rule covers.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.arange(32) % 3
-    >>> opt = ng.Natural(model, nn.CrossEntropyLoss(), lr=1e-2)
-    >>> nn.functional.cross_entropy(model(x), t).backward()
-    >>> opt.step()
+    Args:
+        model: The module to train; compiled and DDP-wrapped ones as they are.
+        metric: The loss you train, or a metric on the outputs. ``ng.Fisher(family, samples=1)`` and a loss have the
+            factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
+            backward pass.
+        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        weight_decay: Decoupled weight decay, as AdamW's.
+        momentum: μ of the moving average of gradients.
+        power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
+        damping: λ ≥ 0, added to the metric; or ``Relative(ε)``, without units. Tune by factors of 10.
+        rms: The root mean square of a step, as a multiple of the learning rate.
+        polar: Steps by polar factors. False takes v = G^-p M with the root mean square lr·rms (``Normalised``).
+        factors: The "diagonal" of S and A, or the "whole" matrices.
+        decay: That of the moving average of the metric: 0.95 remembers about twenty estimates.
+        metric_every: Steps between estimates of the metric.
+        inverse_every: Steps between powers of it (default: 1, and 25 with ``factors="whole"``).
+        early: In the beginning, when the metric changes fastest, invert it also in the steps 1, 2, 4, 8, … and estimate
+            it in each of the first 16.
+        sharing: How positions that share a weight (pixels, tokens) are treated: "expand" as independent examples,
+            "reduce" sums over them first.
+        largest: Of a Kronecker factor with more rows than this, such as a vocabulary, only the diagonal is kept.
+        fallback: What steps the parameters without factors: "adamw". ``ng.Diagonal()`` keeps them in that structure: it
+            needs ``polar=False``, since a vector has no polar factor.
+        groups: Parameter groups as in torch.optim, such as ``[{"params": head.parameters(), "lr": 0.01}]``; parameters
+            that no group names form the first one.
+        rules: Layer rules for your own modules; they take precedence over those of the library.
+        output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
+            out.logits``.
+        examples: "inputs" if the model flattens its outputs over positions, [n·t *out], and the examples are the n rows
+            of its first input.
+        generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
+            state is not used.
+        memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
+        strict: Make an error of warnings: parameters without a layer rule, and a loss other than the one given.
+
+    Returns:
+        The optimizer, a ``NaturalGradient``.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.arange(32) % 3
+        >>> opt = ng.Natural(model, nn.CrossEntropyLoss(), lr=1e-2)
+        >>> nn.functional.cross_entropy(model(x), t).backward()
+        >>> opt.step()
     """
     given = locals()
     if factors not in ("diagonal", "whole"):
@@ -289,26 +437,40 @@ def StochasticReconfiguration(
     rules: Sequence[Rule] = (),
     memory: int | None = None,
 ) -> NaturalGradient:
-    """Stochastic reconfiguration (Sorella 1998): θ ← θ − lr·(G + λ)⁻¹∇E, the natural gradient of a wave function.
+    """Optimise a wave function by natural gradient: stochastic reconfiguration (Sorella 1998).
 
-    ``model`` maps configurations x [n *in], drawn from |ψ|², to log ψ(x), [n] or [n 1], real or complex; its
-    parameters are real. G is the ``FubiniStudy`` metric. With O = ∂ log ψ/∂θ and local energies e(x) = ⟨x|H|ψ⟩/⟨x|ψ⟩
-    the gradient of the energy is ∇E = 2 Re E[(Ō − E[Ō]) e], that of the loss below. A step of imaginary time Δτ is
-    lr = Δτ/2.
+    Args:
+        model: Maps configurations x [n *in], drawn from |ψ|², to log ψ(x), [n] or [n 1], real or complex; its
+            parameters are real.
+        lr: Learning rate; a step of imaginary time Δτ is lr = Δτ/2.
+        damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
+        structure: How the metric is held. With fewer samples than parameters the default ``Kernel()`` solves in the
+            space of samples (Chen and Heyl 2024).
+        solver: How the metric is inverted: ``Cholesky()``, ``Pinv()`` for singular ones, ``CG()``, or ``Factored()``
+            for Kronecker factors.
+        step: The step rule; ``ng.Spring(norm=…)`` adds the projected momentum of SPRING (Goldshlager et al. 2024).
+        groups: Parameter groups as in torch.optim, such as ``[{"params": head.parameters(), "lr": 0.01}]``; parameters
+            that no group names form the first one.
+        rules: Layer rules for your own modules; they take precedence over those of the library.
+        memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
 
-    With fewer samples than parameters the default ``structure`` solves in the space of samples (Chen and Heyl 2024).
-    ``step=ng.Spring(norm=…)`` adds the projected momentum of SPRING (Goldshlager et al. 2024). The other arguments are
-    those of ``NaturalGradient``.
+    Returns:
+        The optimizer, a ``NaturalGradient`` with the metric ``FubiniStudy()``.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> psi = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    >>> opt = ng.StochasticReconfiguration(psi, step=ng.Spring())
-    >>> x, e = torch.randn(16, 4).sign(), torch.randn(16)  # samples, and their local energies
-    >>> log_psi = psi(x).squeeze(-1)
-    >>> loss = 2 * ((e - e.mean()).conj() * log_psi).real.mean()
-    >>> loss.backward()
-    >>> opt.step()
+    Method:
+        θ ← θ − lr·(G + λ)⁻¹∇E. With O = ∂ log ψ/∂θ and local energies e(x) = ⟨x|H|ψ⟩/⟨x|ψ⟩ the gradient of the energy
+        is ∇E = 2 Re E[(Ō − E[Ō]) e], that of the loss below.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> psi = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> opt = ng.StochasticReconfiguration(psi, step=ng.Spring())
+        >>> x, e = torch.randn(16, 4).sign(), torch.randn(16)  # samples, and their local energies
+        >>> log_psi = psi(x).squeeze(-1)
+        >>> loss = 2 * ((e - e.mean()).conj() * log_psi).real.mean()
+        >>> loss.backward()
+        >>> opt.step()
     """
     given = locals()
     inner = structure.structure if isinstance(structure, Refresh) else structure

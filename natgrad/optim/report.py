@@ -59,13 +59,18 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """A row a layer, the schedule and the totals; ``print`` it before training.
+    """What becomes of every parameter and what it costs; ``print`` it before training.
 
-    ``bytes`` of the metric and its inverse, in the precision they are kept in; ``flops`` of a step, inverses shared out
-    over the steps between them, without those that have no period; ``position_flops``: what the estimate adds, shared
-    out likewise, for every position of every example and every column of the metric's root (an output, or a sample).
-    Each is None where it depends on the batch. ``notes``: what a reader should know about damping, momentum, and
-    parameters that are treated otherwise.
+    ``bytes`` of the metric and its inverse are in the precision they are kept in; ``flops`` are those of a step,
+    inverses shared out over the steps between them. ``position_flops`` is what the estimate adds for every position of
+    every example and every column of the metric's root. Each is None where it depends on the batch.
+
+    Attributes:
+        rows: A row for every layer.
+        together: The cost of all parameters, in a structure that does not keep layers apart.
+        schedule: When the metric is estimated and inverted.
+        element: The bytes of a number.
+        notes: What a reader should know about damping, momentum, and parameters that are treated otherwise.
     """
 
     rows: tuple[Row, ...]
@@ -95,16 +100,19 @@ class Plan:
 
     @property
     def bytes(self) -> int | None:
+        """Bytes of the metric and its inverse."""
         return None if self.costs is None else self.element * sum(cost.numbers for cost in self.costs)
 
     @property
     def flops(self) -> float | None:
+        """Floating-point operations of a step, with its share of the inverses."""
         schedule = self.schedule
         between = max(schedule.every, schedule.basis or schedule.inverse)  # eigenvectors cost most
         return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
 
     @property
     def position_flops(self) -> float | None:
+        """What the estimates add, for every position of every example and every column of the metric's root."""
         every = self.schedule.every
         return None if self.costs is None else sum(cost.position for cost in self.costs) / every
 
@@ -372,13 +380,16 @@ class Health:
 @final
 @dataclass(frozen=True)
 class Diagnostics:
-    """The layers, and what they have in common; ``print`` it.
+    """The health of an optimizer's metric, layer by layer; ``print`` it.
 
-    ``metric_age`` and ``inverse_age``: steps since the metric was estimated, and since it was inverted, 0 if the last
-    step did so, and None in the identity metric (power 0), which never is. ``step``: √(δᵀGδ) of the last step, whole;
-    for a Fisher metric ½ of its square is, to second order, the divergence of the outputs after the step from those
-    before. Weight decay, which moves the parameters beside the step, is no part of δ. ``accepted``: whether the last
-    step was made.
+    Attributes:
+        layers: Conditions, ranks and shares of the damping of every layer.
+        damping: λ, or the ``Relative`` damping.
+        metric_age: Steps since the metric was estimated, 0 if the last step did so; None in the identity metric.
+        inverse_age: Steps since it was inverted, likewise.
+        step: √(δᵀGδ) of the last step, whole; for a Fisher metric ½ of its square is, to second order, the divergence
+            of the outputs after the step from those before. Weight decay is no part of δ.
+        accepted: Whether the last step was made.
     """
 
     layers: tuple[Health, ...]

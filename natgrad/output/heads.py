@@ -30,7 +30,8 @@ class Heads(OutputMetric):
         shapes: The shapes [n *out] of the heads; the library fills them in.
 
     Method:
-        {1} Each head counts its own terms, as its loss does. In memory the heads [n *out_k] lie side by side, y [n d].
+        h = ⊕_k w_k h_k, the metric of L = Σ_k w_k L_k(y_k, t_k). Each head counts its own terms, as its loss does. In
+        memory the heads [n *out_k] lie side by side, y [n d].
 
     Example:
         >>> from natgrad.output.metric import Euclidean

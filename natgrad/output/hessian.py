@@ -258,7 +258,7 @@ class GradientCovariance(LossMetric):
         loss: ``loss(y, t)``, called on one example at a time; class weights need ``reduction="sum"``.
 
     Method:
-        {1} F_emp = C + ∇J ∇Jᵀ.
+        C = (1/N) Σ_n (∇J_n − ∇J)(∇J_n − ∇J)ᵀ, normalised by 1/N. F_emp = C + ∇J ∇Jᵀ.
 
         Subtracting the mean couples the examples: the roots are those of ``Empirical``, and the coupling is the
         centring matrix 1 − 11ᵀ/N. ``flat`` and ``divergence`` use the whole batch. The divergence of example n is its

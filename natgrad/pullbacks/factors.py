@@ -18,9 +18,16 @@ _LINE = 16  # numbers
 @final
 @dataclass(frozen=True)
 class Factors:
-    """R[k n (c o i)] = Σ_r g[k n r c o] a[n r c i], with the 1/√N of the mean already in g, so that G = Σ_kn R Rᵀ.
+    """The per-example gradients of a layer, as inputs and cotangents.
 
     Rows that come without a rule are factors too, with i = 1, a = 1 and g = R: structures see one thing.
+
+    Attributes:
+        a: The inputs [n r c i].
+        g: The cotangents [k n r c o].
+
+    Method:
+        R[k n (c o i)] = Σ_r g[k n r c o] a[n r c i], with the 1/√N of the mean already in g, so that G = Σ_kn R Rᵀ.
     """
 
     a: Tensor  # [n r c i]

@@ -36,10 +36,19 @@ class ParameterSlice:
 @final
 @dataclass(frozen=True)
 class Block:
-    """The parameters of one layer. With a rule they are packed as W [c o i]; without, they are one column [1 p 1].
+    """The parameters of one layer, as structures see them.
 
     A weight that is tied between modules of different kinds (an embedding and the head of a language model) has one
     facet for each kind. It is packed as in the first facet, whose rule and modules are also those of the block.
+
+    Attributes:
+        names: The names of the parameters.
+        slices: Where they lie in flattening order.
+        shape: [c o i] of the packed parameters W; without a rule they are one column [1 p 1].
+        device: Where they are.
+        rule: The layer rule, or None.
+        modules: The modules that use them.
+        facets: One for each kind of module, if there are several.
     """
 
     names: tuple[str, ...]
@@ -74,6 +83,7 @@ class Block:
 
     @property
     def size(self) -> int:
+        """The number of parameters."""
         return math.prod(self.shape)
 
     @property

@@ -187,15 +187,30 @@ def memory_bound(memory: int | None, device: torch.device) -> int:
 @final
 @dataclass
 class Pullback:
-    """A model at a batch x with a metric on its outputs: everything a structure needs to estimate G.
+    """A model at a batch with a metric on its outputs; made by ``pullback``.
 
     ``root`` [k n *out] satisfies Σ_k s_k s_kᵀ = h (exactly, or in expectation); all structures estimated from one
     pullback see the same samples. G is the mean over the examples; only metrics of a loss know how it is reduced.
 
-    The forward pass has shown, by the first name of each layer: ``positions``, the number of positions r·c of an
-    example that share the weight, and ``unused``, the layers that the pass did not use, with their rule; in ``layers``
-    they have no rule, and their rows are zero. ``unreached``: all parameters that the outputs do not depend on.
-    ``reasons``: why parameters that were used have no rule, by name.
+    Attributes:
+        batch: The model, and the inputs and targets x.
+        metric: The metric on the outputs.
+        y: The outputs [n *out].
+        roots: The root of the metric at the outputs.
+        layers: The layers with their rules.
+        positions: By the first name of a layer: the number of positions r·c of an example that share the weight.
+        unused: The layers that the pass did not use, with their rule; in ``layers`` they have no rule, and their rows
+            are zero.
+        unreached: All parameters that the outputs do not depend on.
+        reasons: Why parameters that were used have no rule, by name.
+        memory: Bytes that a structure may occupy.
+        recorded: What the forward pass recorded; None after ``release``.
+        record_again: A function that records the pass again.
+        operations: The layers that are operations outside of modules.
+        logger: Where messages go, each once.
+        graph_cache: CUDA graphs of second moments, for a model that is used repeatedly.
+        coupled: The coupling C [n m] of the examples, and K, in float64.
+        versions: The versions of the parameters, where they are watched.
     """
 
     batch: Batch
@@ -242,6 +257,7 @@ class Pullback:
 
     @property
     def model(self) -> Model:
+        """The model at the parameters of the pass."""
         return self.batch.model
 
     @property
@@ -460,11 +476,15 @@ Others = ParamSpec("Others")
 @final
 @dataclass(frozen=True, eq=False)
 class LoaderPullback:
-    """A metric pulled back over all batches of a ``DataLoader``; made by ``pullback(model, loader, metric)``.
+    """A metric pulled back over all batches of a ``DataLoader``; made by ``pullback``.
 
     Every estimate reads the loader, once, at the parameters that the model has then. It is the mean over the examples,
     as of the joint batch, in the memory of one batch; ``Kernel`` and ``Implicit`` keep all of them. Of a loss whose
     mean is over class weights, or leaves out ignored labels, it is that mean.
+
+    Attributes:
+        observer: Makes the pullback of a batch.
+        loader: The loader.
     """
 
     observer: Observer
@@ -646,25 +666,36 @@ def pullback(
 ) -> Pullback | LoaderPullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
 
-    ``metric``: a metric, or a loss, which stands for ``metric_of(loss)``; ``target`` are then the targets of the batch.
+    Estimate before the parameters change: afterwards the pullback is refused, unless they were written to through
+    ``p.data`` or by a CUDA graph, which nothing shows.
 
-    ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
-    each; or a ``DataLoader`` of such x, or of pairs (x, target), over whose batches every structure then takes the
-    mean. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
-    model returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
-    (``logits.view(-1, V)``), and the targets are flattened, too; the first input has the n examples on its first axis,
-    and y becomes [n t *out]. Without it this is found where rows of the outputs depend on each other (attention) and
-    blocks of t rows do not. ``memory``: bytes that a structure may occupy (None: half of those of the device);
-    temporaries are chunked to an eighth of it. ``rules``: your own layer rules, which take precedence over those of the
-    library. Estimate before the parameters change: afterwards the pullback is refused, unless they were written to
-    through ``p.data`` or by a CUDA graph, which nothing shows.
+    Args:
+        model: A module or a pure function f(params, x).
+        x: A tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
+            each; or a ``DataLoader`` of such x, or of pairs (x, target), over whose batches every structure then takes
+            the mean.
+        metric: A metric, or a loss, which stands for ``metric_of(loss)``.
+        target: The targets of the batch, for metrics that need them.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
+        params: The parameters of a pure function.
+        output: Extracts y [n *out] from what the model returns, such as ``lambda out: out.logits``.
+        examples: "inputs" if the model flattens positions into the first axis of its outputs (``logits.view(-1, V)``),
+            and the targets are flattened, too: y becomes [n t *out]. Without it this is found where rows of the outputs
+            depend on each other (attention) and blocks of t rows do not.
+        memory: Bytes that a structure may occupy (None: half of those of the device); temporaries are chunked to an
+            eighth of it.
+        rules: Layer rules for your own modules; they take precedence over those of the library.
 
-    >>> import torch, natgrad as ng
-    >>> from torch import nn
-    >>> model = nn.Linear(2, 3)
-    >>> pb = ng.pullback(model, torch.randn(5, 2), ng.Fisher(ng.Categorical()))
-    >>> ng.Dense().estimate(pb).dense().shape
-    torch.Size([9, 9])
+    Returns:
+        A ``Pullback``, which every structure estimates: ``ng.Kronecker().estimate(pb)``.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> from torch import nn
+        >>> model = nn.Linear(2, 3)
+        >>> pb = ng.pullback(model, torch.randn(5, 2), ng.Fisher(ng.Categorical()))
+        >>> ng.Dense().estimate(pb).dense().shape
+        torch.Size([9, 9])
     """
     metric = metric_of(metric)
     wrapped = Model.of(model, params, output, examples, metric.heads)

@@ -22,7 +22,13 @@ Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
 @final
 @dataclass(frozen=True)
 class Call:
-    """One call of a module: its arguments, detached, and whether it was in training mode then."""
+    """One call of a module: its arguments, detached.
+
+    Args:
+        args: The positional arguments.
+        kwargs: Those by name.
+        training: Whether the module was in training mode then.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -44,14 +50,18 @@ class Call:
 
 
 class Rule(ABC):
-    """One layer type, seen as W [c o i] acting on a [n r c i]: the gradient of example n is Σ_r g[n r c o] a[n r c i].
+    """The base class of layer rules: how a layer type multiplies its inputs by its parameters.
 
-    ``keys``: the local names of the parameters of one layer of the module (``layers``), without frozen ones. A frozen
-    weight or bias has no coordinate in i. A weight that is shared with another module is a layer of its own, without
-    the bias.
     A rule for a layer of one's own needs ``covers``, ``inputs`` and ``cotangents``, and, where its parameters are not
     weights [o *fan] and biases [o], ``shape``, ``pack`` and ``unpack``; hand it over as ``rules=[MyRule()]``.
     ``inputs`` and ``cotangents`` may return plain tensors; ``Features`` that are not dense make the metric cheaper.
+
+    Method:
+        The layer is W [c o i] acting on a [n r c i]: the gradient of example n is Σ_r g[n r c o] a[n r c i].
+
+        ``keys`` are the local names of the parameters of one layer of the module (``layers``), without frozen ones. A
+        frozen weight or bias has no coordinate in i. A weight that is shared with another module is a layer of its own,
+        without the bias.
     """
 
     one_hot: ClassVar[bool] = False  # A is diagonal whatever the inputs, and structures keep it so

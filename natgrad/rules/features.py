@@ -50,12 +50,16 @@ Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywher
 @final
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """Σ x xᵀ [c d d], or its diagonal [c d], and the number of positions in the sum.
+    """The second moment of features, and the number of positions in it.
 
-    ``count``: a tensor [c] if positions are masked; a tensor [], above zero, if the number is on the device.
+    ``average_into`` adds rows to a moving average without forming their sum. Do not write into ``total``: it may be
+    shared.
 
-    The sum is ``formed``, or it is computed from ``rows`` when ``total`` is read. ``average_into`` adds rows to a
-    moving average without forming their sum. Do not write into ``total``: it may be shared.
+    Args:
+        formed: Σ x xᵀ [c d d], or its diagonal [c d]; or None if it is computed from ``rows`` when ``total`` is read.
+        count: The number of positions; a tensor [c] if positions are masked; a tensor [], above zero, if it is on the
+            device.
+        rows: The features whose moment it is.
     """
 
     formed: Tensor | None
@@ -124,7 +128,11 @@ class Moment:
 
 
 class Features(ABC):
-    """x [*k n r c d] with its algebra. Only ``dense`` and ``_map`` are needed; the rest may be done faster."""
+    """The base class of the inputs and cotangents of a layer, with their algebra.
+
+    Method:
+        x [*k n r c d]. Only ``dense`` and ``_map`` are needed; the rest may be done faster.
+    """
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -225,10 +233,15 @@ class Features(ABC):
 @final
 @dataclass(frozen=True)
 class DenseFeatures(Features):
-    """x [*k n r c d] as a tensor; ``valid`` [n r c] is zero at masked positions, where x is zero too.
+    """Features as one tensor.
 
-    >>> DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
-    Moment(total=tensor([[[5.]]]), count=2)
+    Args:
+        x: The features [*k n r c d].
+        valid: A mask [n r c], zero at masked positions, where x is zero too.
+
+    Example:
+        >>> DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
+        Moment(total=tensor([[[5.]]]), count=2)
     """
 
     x: Tensor
@@ -314,12 +327,17 @@ class Counted(Features):
 @final
 @dataclass(frozen=True)
 class Rows(Features):
-    """x [*k n r d] of one group; with ``ones`` the homogeneous coordinate comes last.
+    """Features of a linear layer: rows of one group.
 
-    >>> Rows(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), ones=True).moment().total
-    tensor([[[10., 14.,  4.],
-             [14., 20.,  6.],
-             [ 4.,  6.,  2.]]])
+    Args:
+        x: The features [*k n r d].
+        ones: Whether the homogeneous coordinate comes last.
+
+    Example:
+        >>> Rows(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), ones=True).moment().total
+        tensor([[[10., 14.,  4.],
+                 [14., 20.,  6.],
+                 [ 4.,  6.,  2.]]])
     """
 
     x: Tensor
@@ -362,15 +380,23 @@ class Rows(Features):
 @final
 @dataclass(frozen=True)
 class Patches(Features):
-    """What every output position of a convolution reads of x [*k n (c ch) *spatial]; i is channel-major.
+    """Features of a convolution: what every output position reads.
 
-    The second moment is a correlation of x with itself and needs no patches (Grosse and Martens 2016).
+    Args:
+        x: The image [*k n (c ch) *spatial]; i is channel-major.
+        axes: Kernel, stride, padding and dilation of every spatial axis.
+        groups: The number c of groups of channels.
+        ones: Add a coordinate 1, for a bias.
 
-    >>> image = torch.arange(4.0).view(1, 1, 4)
-    >>> Patches(image, (Axis(kernel=2),), ones=True).moment().total
-    tensor([[[ 5.,  8.,  3.],
-             [ 8., 14.,  6.],
-             [ 3.,  6.,  3.]]])
+    Method:
+        The second moment is a correlation of x with itself and needs no patches (Grosse and Martens 2016).
+
+    Example:
+        >>> image = torch.arange(4.0).view(1, 1, 4)
+        >>> Patches(image, (Axis(kernel=2),), ones=True).moment().total
+        tensor([[[ 5.,  8.,  3.],
+                 [ 8., 14.,  6.],
+                 [ 3.,  6.,  3.]]])
     """
 
     x: Tensor
@@ -380,6 +406,7 @@ class Patches(Features):
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        """(*k, n, r, c, d)."""
         width = self.x.shape[self._examples + 1] // self.groups * math.prod(axis.kernel for axis in self.axes)
         lead = self.x.shape[: self._examples + 1]
         return (*lead, positions(self._images, self.axes), self.groups, width + (self.ones is not False))
@@ -437,14 +464,19 @@ class Patches(Features):
 @final
 @dataclass(frozen=True)
 class Entries(Features):
-    """x [*k n r c]: every entry is a group with one coordinate, or two with ``ones`` (scale and shift of a norm).
+    """Features of gains and offsets: every entry is a group of its own.
 
-    >>> Entries(torch.tensor([[[3.0, 4.0]]]), ones=True).moment().total
-    tensor([[[ 9.,  3.],
-             [ 3.,  1.]],
-    <BLANKLINE>
-            [[16.,  4.],
-             [ 4.,  1.]]])
+    Args:
+        x: The features [*k n r c]: every entry is a group with one coordinate.
+        ones: Add a coordinate 1 to each (scale and shift of a norm).
+
+    Example:
+        >>> Entries(torch.tensor([[[3.0, 4.0]]]), ones=True).moment().total
+        tensor([[[ 9.,  3.],
+                 [ 3.,  1.]],
+        <BLANKLINE>
+                [[16.,  4.],
+                 [ 4.,  1.]]])
     """
 
     x: Tensor
@@ -495,12 +527,20 @@ class Entries(Features):
 @final
 @dataclass(frozen=True)
 class OneHot(Features):
-    """``values`` [n r] at the coordinates ``index`` [n r] of ``size``, zero elsewhere: Σ x xᵀ is diagonal, the counts.
+    """Features of lookups: one coordinate of a position is not zero.
 
-    ``masked``: positions whose value is zero do not count.
+    Args:
+        index: The coordinate of every position [n r].
+        size: The number of coordinates.
+        values: The values there [n r].
+        masked: Whether positions with the value zero do not count.
 
-    >>> OneHot(torch.tensor([[0, 2, 2]]), size=3, values=torch.ones(1, 3)).moment().total
-    tensor([[1., 0., 2.]])
+    Method:
+        Σ x xᵀ is diagonal, the counts.
+
+    Example:
+        >>> OneHot(torch.tensor([[0, 2, 2]]), size=3, values=torch.ones(1, 3)).moment().total
+        tensor([[1., 0., 2.]])
     """
 
     index: Tensor

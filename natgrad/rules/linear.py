@@ -16,12 +16,15 @@ from natgrad.rules.features import DenseFeatures, Features, OneHot, Patches, Row
 
 @final
 class LinearRule(Rule):
-    """z = W̄ ā with W̄ = [W b] and ā = (a, 1): the gradient of example n is Σ_r g āᵀ (Martens and Grosse 2015).
+    """The layer rule of ``nn.Linear``.
 
-    Shapes: input [n *r in] gives a [n r 1 i], output cotangents [k n *r out] give g [k n r 1 o].
+    Method:
+        z = W̄ ā with W̄ = [W b] and ā = (a, 1): the gradient of example n is Σ_r g āᵀ (Martens and Grosse 2015).
 
-    Called with a ``Jet``, the layer sees value, derivatives and Laplacian as positions. The bias is added to the value
-    alone: the homogeneous coordinate, 1 there and 0 elsewhere, is the second argument of the call.
+        Shapes: input [n *r in] gives a [n r 1 i], output cotangents [k n *r out] give g [k n r 1 o].
+
+        Called with a ``Jet``, the layer sees value, derivatives and Laplacian as positions. The bias is added to the
+        value alone: the homogeneous coordinate, 1 there and 0 elsewhere, is the second argument of the call.
     """
 
     capturable = True
@@ -76,10 +79,14 @@ class LookupRule(Rule):
 
 @final
 class EmbeddingRule(LookupRule):
-    """z = W a with a one-hot: the gradient of example n is Σ_r g aᵀ, whose column v sums g over the places of v.
+    """The layer rule of ``nn.Embedding``.
 
-    Shapes: indices [n *r] give a [n r 1 V], output cotangents [k n *r d] give g [k n r 1 d]. Σ a aᵀ is diagonal, the
-    counts [1 V]. Positions that hold ``padding_idx`` have no gradient: their a is zero, and they are not counted.
+    Method:
+        z = W a with a one-hot: the gradient of example n is Σ_r g aᵀ, whose column v sums g over the places of v.
+
+        Shapes: indices [n *r] give a [n r 1 V], output cotangents [k n *r d] give g [k n r 1 d]. Σ a aᵀ is diagonal,
+        the counts [1 V]. Positions that hold ``padding_idx`` have no gradient: their a is zero, and they are not
+        counted.
     """
 
     one_hot = True
@@ -100,9 +107,12 @@ class EmbeddingRule(LookupRule):
 
 @final
 class EmbeddingBagRule(LookupRule):
-    """z = W a with a ∈ ℝ^V the number of times that the bag of example n has every word, or its mean.
+    """The layer rule of ``nn.EmbeddingBag``.
 
-    Shapes: indices [n b], or [m] with offsets [n], give a [n 1 1 V]; output cotangents [k n d] give g [k n 1 1 d].
+    Method:
+        z = W a with a ∈ ℝ^V the number of times that the bag of example n has every word, or its mean.
+
+        Shapes: indices [n b], or [m] with offsets [n], give a [n 1 1 V]; output cotangents [k n d] give g [k n 1 1 d].
     """
 
     def covers(self, module: nn.Module) -> bool:
@@ -168,12 +178,15 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @final
 class ConvRule(Rule):
-    """z_r = W̄ ā_r with ā_r the patch that output position r reads, and a 1: Σ_r g āᵀ (Grosse and Martens 2016).
+    """The layer rule of convolutions.
 
-    Any stride, padding, dilation and groups. Zero padding is part of the patches, and so of A. Groups are independent
-    layers c.
+    Method:
+        z_r = W̄ ā_r with ā_r the patch that output position r reads, and a 1: Σ_r g āᵀ (Grosse and Martens 2016).
 
-    Shapes: input [n ch *spatial] gives a [n r c i], output cotangents [k n (c o) *spatial] give g [k n r c o].
+        Any stride, padding, dilation and groups. Zero padding is part of the patches, and so of A. Groups are
+        independent layers c.
+
+        Shapes: input [n ch *spatial] gives a [n r c i], output cotangents [k n (c o) *spatial] give g [k n r c o].
     """
 
     capturable = True
@@ -209,17 +222,22 @@ class ConvRule(Rule):
 
 @final
 class TransposedConvRule(Rule):
-    """z[p·s + u] += W_u x_p: the layer maps every input position p to a patch of the output, W [c (o·kernel) i].
+    """The layer rule of transposed convolutions.
 
-    So a is the input itself, r counts input positions, and g is the patch of cotangents around each of them. The bias
-    is added at output positions: it is a layer of its own. How many positions there are follows from the size
-    of the output, ⌊(size + 2·padding − span − 1)/s⌋ + 1 − ⌊q/s⌋ with output padding q. A call with ``output_size``
-    replaces q by one below s, and is refused where q ≥ s.
+    Method:
+        z[p·s + u] += W_u x_p: the layer maps every input position p to a patch of the output, W [c (o·kernel) i].
 
-    >>> layer = nn.ConvTranspose1d(2, 3, kernel_size=2, dilation=2, output_padding=1)
-    >>> y = layer(torch.randn(4, 2, 5))
-    >>> y.shape[2], TransposedConvRule().cotangents(layer, ("weight",), y.unsqueeze(0)).shape  # [k n r c o]
-    (8, (1, 4, 5, 1, 6))
+        So a is the input itself, r counts input positions, and g is the patch of cotangents around each of them. The
+        bias is added at output positions: it is a layer of its own.
+
+        How many positions there are follows from the size of the output, ⌊(size + 2·padding − span − 1)/s⌋ + 1 − ⌊q/s⌋
+        with output padding q. A call with ``output_size`` replaces q by one below s, and is refused where q ≥ s.
+
+    Example:
+        >>> layer = nn.ConvTranspose1d(2, 3, kernel_size=2, dilation=2, output_padding=1)
+        >>> y = layer(torch.randn(4, 2, 5))
+        >>> y.shape[2], TransposedConvRule().cotangents(layer, ("weight",), y.unsqueeze(0)).shape  # [k n r c o]
+        (8, (1, 4, 5, 1, 6))
     """
 
     pixels = True

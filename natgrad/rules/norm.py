@@ -101,9 +101,12 @@ class TrailingNormRule(NormRule):
 
 @final
 class LayerNormRule(TrailingNormRule):
-    """z = γ (x − μ)/√(σ² + ε) + β over the axes ``normalized_shape``.
+    """The layer rule of layer normalisation.
 
-    Shapes: input [n *r *shape] gives a [n r c 2], output cotangents [k n *r *shape] give g [k n r c 1].
+    Method:
+        z = γ (x − μ)/√(σ² + ε) + β over the axes ``normalized_shape``.
+
+        Shapes: input [n *r *shape] gives a [n r c 2], output cotangents [k n *r *shape] give g [k n r c 1].
     """
 
     def covers(self, module: nn.Module) -> bool:
@@ -116,7 +119,11 @@ class LayerNormRule(TrailingNormRule):
 
 @final
 class RMSNormRule(TrailingNormRule):
-    """z = γ x/√(mean x² + ε) over the axes ``normalized_shape``; there is no shift."""
+    """The layer rule of ``nn.RMSNorm``.
+
+    Method:
+        z = γ x/√(mean x² + ε) over the axes ``normalized_shape``; there is no shift.
+    """
 
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.RMSNorm, "weight") and cast(nn.RMSNorm, module).elementwise_affine
@@ -216,10 +223,13 @@ class ChannelNormRule(NormRule):
 
 @final
 class BatchNormRule(ChannelNormRule):
-    """z = γ (x − μ)/√(σ² + ε) + β with the statistics of the batch in training mode, else the running ones.
+    """The layer rule of batch normalisation.
 
-    The statistics of the batch count as constants (``natgrad.pullbacks.batch_norm``). Shapes: input [n c *spatial]
-    gives a [n r c 2], output cotangents [k n c *spatial] give g [k n r c 1].
+    Method:
+        z = γ (x − μ)/√(σ² + ε) + β with the statistics of the batch in training mode, else the running ones.
+
+        The statistics of the batch count as constants (``natgrad.pullbacks.batch_norm``). Shapes: input [n c *spatial]
+        gives a [n r c 2], output cotangents [k n c *spatial] give g [k n r c 1].
     """
 
     def covers(self, module: nn.Module) -> bool:
@@ -241,7 +251,11 @@ class BatchNormRule(ChannelNormRule):
 
 @final
 class InstanceNormRule(ChannelNormRule):
-    """z = γ (x − μ)/√(σ² + ε) + β with the statistics of one example and channel, or with running ones."""
+    """The layer rule of instance normalisation.
+
+    Method:
+        z = γ (x − μ)/√(σ² + ε) + β with the statistics of one example and channel, or with running ones.
+    """
 
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, *_NAMES) for kind in _INSTANCE) and cast(_InstanceNorm, module).affine
@@ -267,7 +281,11 @@ class InstanceNormRule(ChannelNormRule):
 
 @final
 class GroupNormRule(ChannelNormRule):
-    """z = γ (x − μ)/√(σ² + ε) + β with the statistics of one example and group of channels."""
+    """The layer rule of group normalisation.
+
+    Method:
+        z = γ (x − μ)/√(σ² + ε) + β with the statistics of one example and group of channels.
+    """
 
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.GroupNorm, *_NAMES) and cast(nn.GroupNorm, module).affine
@@ -306,17 +324,21 @@ def _spatial(module: nn.Module) -> int:
 
 @final
 class PReLURule(Rule):
-    """a = min(x, 0): a slope w a channel, or one for all, z = max(x, 0) + w·min(x, 0) (He et al. 2015).
+    """The layer rule of ``nn.PReLU``.
 
-    Every channel is a group c of its own with one input and one output; the positions r are those that share its
-    slope: the axes after the channels, or all entries of an example where there is one slope.
+    Method:
+        a = min(x, 0): a slope w a channel, or one for all, z = max(x, 0) + w·min(x, 0) (He et al. 2015).
 
-    Shapes: input [n c *spatial] gives a [n r c 1], output cotangents [k n c *spatial] give g [k n r c 1].
+        Every channel is a group c of its own with one input and one output; the positions r are those that share its
+        slope: the axes after the channels, or all entries of an example where there is one slope.
 
-    >>> import torch
-    >>> x = torch.tensor([[-2.0, 3.0]])
-    >>> PReLURule().inputs(nn.PReLU(), ("weight",), Call((x,), {})).dense().flatten()
-    tensor([-2., 0.])
+        Shapes: input [n c *spatial] gives a [n r c 1], output cotangents [k n c *spatial] give g [k n r c 1].
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([[-2.0, 3.0]])
+        >>> PReLURule().inputs(nn.PReLU(), ("weight",), Call((x,), {})).dense().flatten()
+        tensor([-2., 0.])
     """
 
     capturable = True

@@ -25,9 +25,10 @@ from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_
 
 
 class Replayed(Rule):
-    """A module that hides its layers (a fused recurrence, attention): they are seen when its forward is run again.
+    """The base class of rules for modules that hide their layers, such as fused recurrences.
 
-    ``inputs`` and ``cotangents`` are those of the replay: the cotangents of the module's outputs are taken through it.
+    The layers are seen when the module's forward is run again: the cotangents of its outputs are taken through that
+    replay.
     """
 
     @abstractmethod
@@ -53,9 +54,11 @@ def replaying(kinds: Iterable[type[Rule]]) -> frozenset[type[Rule]]:
 
 @dataclass(frozen=True)
 class Replay(ABC):
-    """What a module computed, tensor by tensor as ``tensors_of`` lists them, and the inputs of its parameters by name.
+    """What a module computed, when it was run again to see its layers.
 
-    The inputs of a bias are ones.
+    Args:
+        outputs: Its outputs, tensor by tensor as ``tensors_of`` lists them.
+        layers: The inputs of its parameters by name; those of a bias are ones.
     """
 
     outputs: tuple[Tensor, ...]
@@ -92,10 +95,13 @@ def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[
 @final
 @dataclass(frozen=True)
 class GraphReplay(Replay):
-    """A replay whose cotangents are taken by autograd.
+    """A replay of a module whose cotangents are taken by autograd.
 
-    The outputs have a graph, in which ``z`` [n r c o] is what the layer of a parameter computed. The parameters of one
-    layer have the same tensor. What only has to be seen in the graph may be a leaf.
+    Args:
+        outputs: What the module computed, with a graph.
+        layers: The inputs of its parameters by name.
+        z: What the layer of a parameter computed [n r c o]; the parameters of one layer have the same tensor. What only
+            has to be seen in the graph may be a leaf.
     """
 
     z: Mapping[str, Tensor]
@@ -128,22 +134,31 @@ _SPLIT = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 @final
 class AttentionRule(Replayed):
-    """y = W̄_o ō, o = softmax(q kᵀ/√d + mask) v in every head, with (q, k, v) = W̄ (query, key, value).
+    """The layer rule of ``nn.MultiheadAttention``.
 
-    The three projections are groups, W̄ [3 o i] on a [n r 3 i]. In self-attention they have the same input. Elsewhere
-    the shorter sequences are padded, and the padding is masked. Keys that ``key_padding_mask`` leaves out have no
-    cotangents, and are masked too. If keys or values have another width, there are three layers W_q, W_k, W_v [1 o i]
-    and one for their biases [3 o 1]. The last layer is W̄_o on the outputs of the heads; the module never calls the
-    forward of ``out_proj``. ``bias_k`` and ``bias_v`` are left to the structure's fallback. A sequence without a batch
-    is one example. All masks and options of the module are covered, and so is the gradient of the attention weights.
+    All masks and options of the module are covered, and so is the gradient of the attention weights. ``bias_k`` and
+    ``bias_v`` are left to the structure's fallback. A sequence without a batch is one example.
 
-    The dropout mask of a fused call is not known. With dropout in training mode the replay therefore uses the attention
-    weights before dropout, which are its mean: the inputs of ``out_proj``, and cotangents inside the module, are those
-    of mean attention. Cotangents that pass through the module have seen the mask. In evaluation mode, and with
-    dropout=0, everything is exact.
+    Method:
+        y = W̄_o ō, o = softmax(q kᵀ/√d + mask) v in every head, with (q, k, v) = W̄ (query, key, value).
 
-    >>> AttentionRule().layers(nn.MultiheadAttention(4, 2))
-    (('in_proj_weight', 'in_proj_bias'), ('out_proj.weight', 'out_proj.bias'))
+        The three projections are groups, W̄ [3 o i] on a [n r 3 i]. In self-attention they have the same input.
+        Elsewhere the shorter sequences are padded, and the padding is masked. Keys that ``key_padding_mask`` leaves out
+        have no cotangents, and are masked too.
+
+        If keys or values have another width, there are three layers W_q, W_k, W_v [1 o i] and one for their biases [3 o
+        1]. The last layer is W̄_o on the outputs of the heads; the module never calls the forward of ``out_proj``.
+
+        The dropout mask of a fused call is not known. With dropout in training mode the replay therefore uses the
+        attention weights before dropout, which are its mean: the inputs of ``out_proj``, and cotangents inside the
+        module, are those of mean attention.
+
+        Cotangents that pass through the module have seen the mask. In evaluation mode, and with dropout=0, everything
+        is exact.
+
+    Example:
+        >>> AttentionRule().layers(nn.MultiheadAttention(4, 2))
+        (('in_proj_weight', 'in_proj_bias'), ('out_proj.weight', 'out_proj.bias'))
     """
 
     def covers(self, module: nn.Module) -> bool:
@@ -525,25 +540,29 @@ def _where(present: Tensor, new: State, old: State) -> State:
 
 @final
 class RecurrentRule(Replayed):
-    """Fused recurrences: every layer and direction has the layers W̄_ih on x̄_t, W̄_hh on h̄_{t−1}, and W_hr.
+    """The layer rule of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``.
 
-    The factors sum over the times as if they were independent (Martens, Ba and Johnson 2018).
+    All layers, both directions, projections, either order of the axes, initial states and packed sequences are covered;
+    times after the end of a sequence are masked, and count nowhere. A sequence without a batch is one example.
 
-    z_t = W̄_ih x̄_t + W̄_hh h̄_{t−1} is shared over the times t, which are the positions r; the gates of a unit are rows
-    of one W̄ [1 o i] (i, f, g, o of an LSTM; r, z, n of a GRU). W_ih and W_hh of an RNN or an LSTM have the same
-    cotangents. All layers, both directions, projections, either order of the axes, initial states and packed
-    sequences are covered; times after the end of a sequence are masked, and count nowhere. A sequence without a batch
-    is one example.
+    Method:
+        Every layer and direction has the layers W̄_ih on x̄_t, W̄_hh on h̄_{t−1}, and W_hr. The factors sum over the
+        times as if they were independent (Martens, Ba and Johnson 2018).
 
-    The dropout mask of a fused call is not known. With dropout between the layers, in training mode, the replay runs
-    without it: inputs and cotangents inside the module are those of the mean network. Cotangents that pass through the
-    module have seen the mask. In evaluation mode, and with dropout=0, everything is exact.
+        z_t = W̄_ih x̄_t + W̄_hh h̄_{t−1} is shared over the times t, which are the positions r; the gates of a unit are
+        rows of one W̄ [1 o i] (i, f, g, o of an LSTM; r, z, n of a GRU). W_ih and W_hh of an RNN or an LSTM have the
+        same cotangents.
 
-    >>> import natgrad as ng
-    >>> lstm = nn.LSTM(2, 3, batch_first=True)
-    >>> pb = ng.pullback(lstm, torch.randn(4, 5, 2), ng.Euclidean(), output=lambda out: out[0])
-    >>> [layer.title for layer in pb.layers]
-    ['weight_ih_l0 + bias_ih_l0', 'weight_hh_l0 + bias_hh_l0']
+        The dropout mask of a fused call is not known. With dropout between the layers, in training mode, the replay
+        runs without it: inputs and cotangents inside the module are those of the mean network. Cotangents that pass
+        through the module have seen the mask. In evaluation mode, and with dropout=0, everything is exact.
+
+    Example:
+        >>> import natgrad as ng
+        >>> lstm = nn.LSTM(2, 3, batch_first=True)
+        >>> pb = ng.pullback(lstm, torch.randn(4, 5, 2), ng.Euclidean(), output=lambda out: out[0])
+        >>> [layer.title for layer in pb.layers]
+        ['weight_ih_l0 + bias_ih_l0', 'weight_hh_l0 + bias_hh_l0']
     """
 
     def covers(self, module: nn.Module) -> bool:
@@ -586,10 +605,14 @@ class RecurrentRule(Replayed):
 
 @final
 class CellRule(Replayed):
-    """One step of a recurrence: W̄_ih on x̄ and W̄_hh on h̄, as in ``RecurrentRule``. Steps are uses, one after another.
+    """The layer rule of recurrent cells: one step of a recurrence.
 
-    >>> CellRule().layers(nn.GRUCell(2, 3, bias=False))
-    (('weight_ih',), ('weight_hh',))
+    Method:
+        W̄_ih on x̄ and W̄_hh on h̄, as in ``RecurrentRule``. Steps are uses, one after another.
+
+    Example:
+        >>> CellRule().layers(nn.GRUCell(2, 3, bias=False))
+        (('weight_ih',), ('weight_hh',))
     """
 
     def covers(self, module: nn.Module) -> bool:

@@ -91,7 +91,7 @@ class StepContext:
         operator: G, the metric in its structure.
         damping: λ.
         rates: The learning rates.
-        decay: A function that returns the factors of weight decay by name.
+        decay: A function that returns the parameters after weight decay, (1 − lr·wd)θ, by name.
         smooth: ``smooth(ω)`` is μm + (1 − μ)ω where momentum is on gradients; else ω.
         sharp: ``sharp(ω, λ)`` is (G + λ)⁻¹ω.
         move: ``move(v)`` is the displacement −lr·(μm + v) that the optimizer would make of v by itself; v is

@@ -100,7 +100,7 @@ def exponential(
         target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
         solver: How the metric is inverted; ``Cholesky()`` by default.
         damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
-        params: The parameters to use, by name, or all that require a gradient.
+        params: The parameters of a pure function, by name; a module has its own.
 
     Returns:
         The parameters at the end, Exp_θ(v), by name.

@@ -43,10 +43,14 @@ from natgrad.pullbacks.pullback import Pullback, without_autocast
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the parameters, in flattening order, and the precision of the metric on them.
+    """Names and shapes of the parameters, in order, and the precision of the metric on them.
 
     Parameters may be in half precision, a metric is not: products are computed in the precision of the metric, and
-    vectors and covectors come back in the precision of every parameter.
+    vectors and covectors come back in the precision of every parameter. ``Layout.of(tensors)`` makes one.
+
+    Args:
+        like: Tensors on the meta device by name: shapes without values.
+        dtype: The precision of the metric.
     """
 
     like: dict[str, Tensor]  # tensors on the meta device: shapes without values
@@ -62,6 +66,7 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """The number of parameters p."""
         return sum(t.numel() for t in self.like.values())
 
     def flatten(self, element: Mapping[str, Tensor]) -> Tensor:
@@ -84,9 +89,11 @@ class Layout:
                 )
 
     def vector(self, flat: Tensor) -> Vector:
+        """A vector from flat numbers [p]."""
         return Vector(self._named(flat))
 
     def covector(self, flat: Tensor) -> Covector:
+        """A covector from flat numbers [p]."""
         return Covector(self._named(flat))
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -122,10 +129,13 @@ _NONE_FITS = "No structure fits: raise memory=, or take smaller batches (a DataL
 
 
 class Structure(ABC):
-    """A choice of what to keep of the metric G = RᵀCR/N.
+    """The base class of structures: what to keep of the metric.
 
-    With ``power`` p its operators are the metric G^p, the point at p on the geodesic from the identity to G among
-    positive matrices (Bhatia 2007): p = 1 is the natural gradient, p = 0 the gradient.
+    Method:
+        G = RᵀCR/N for the rows R of all examples.
+
+        With ``power`` p its operators are the metric G^p, the point at p on the geodesic from the identity to G among
+        positive matrices (Bhatia 2007): p = 1 is the natural gradient, p = 0 the gradient.
     """
 
     power: float = 1.0
@@ -264,16 +274,17 @@ def check_shape(name: str, t: Tensor, shape: Sequence[int]) -> None:
 
 
 class Operator(ABC):
-    """A metric on parameter space. ``product`` and the rest work on flattened [p], ``flat`` on vectors.
+    """The base class of metrics on the parameters, in whatever structure they are held.
 
-    A new operator is a dataclass whose fields are its tensors, with three methods: ``product``, ``eigenvalues``, and
-    ``map``, which is a function of it in the same structure. What follows from these (inverses, powers, log det,
-    Gaussian samples) and from the fields (averages, checkpoints) has a default, which is overridden where there is a
-    faster way. An operator refuses by name what it cannot do.
+    ``product`` and the rest work on flattened [p], ``flat`` on vectors. A new operator is a dataclass whose fields are
+    its tensors, with three methods: ``product``, ``eigenvalues``, and ``map``, which is a function of it in the same
+    structure.
+
+    What follows from these (inverses, powers, log det, Gaussian samples) and from the fields (averages, checkpoints)
+    has a default, which is overridden where there is a faster way. An operator refuses by name what it cannot do.
 
     With ``power`` p it is the metric G^p: products, diagonal, matrix, determinant and trace are those of G^p, and
-    ``inverse(λ)`` is (G + λ)^-p. Averages, checkpoints, ``eigenvalues`` and ``map`` are those of G. G⁰ is the
-    identity.
+    ``inverse(λ)`` is (G + λ)^-p. Averages, checkpoints, ``eigenvalues`` and ``map`` are those of G. G⁰ is the identity.
     """
 
     power: float = 1.0
@@ -325,6 +336,7 @@ class Operator(ABC):
         return torch.stack([self.product(column) for column in eye], dim=1)
 
     def trace(self) -> Tensor:
+        """tr G."""
         return self.diagonal().sum()
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:

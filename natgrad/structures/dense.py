@@ -155,7 +155,13 @@ class MatrixOperator(Operator):
 @final
 @dataclass(frozen=True)
 class DenseOperator(MatrixOperator):
-    """G [p q], every entry, and its ``power``."""
+    """A metric as a matrix, every entry of it.
+
+    Args:
+        layout: The names and shapes of the parameters, and the precision.
+        matrix: G [p q].
+        power: p: the operator is G^p of the G that the tensors hold.
+    """
 
     layout: Layout
     matrix: Tensor
@@ -163,10 +169,12 @@ class DenseOperator(MatrixOperator):
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # read only
+        """The one matrix."""
         return (self.matrix,)
 
     @cached_property
     def indices(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # read only
+        """All positions, as one block."""
         return (torch.arange(self.layout.size, device=self.matrix.device),)
 
     @property
@@ -190,7 +198,15 @@ class DenseOperator(MatrixOperator):
 @final
 @dataclass(frozen=True)
 class BlockDenseOperator(MatrixOperator):
-    """The diagonal blocks of G, one for every layer; block b is at the flattened positions ``indices[b]``."""
+    """A metric as one matrix for every layer.
+
+    Attributes:
+        layout: The names and shapes of the parameters, and the precision.
+        names: The names of the layers.
+        indices: The flattened positions of every block.
+        matrices: The matrix of every block.
+        power: p: the operator is G^p of the G that the tensors hold.
+    """
 
     damps_per_block: ClassVar[bool] = True
     layout: Layout
@@ -299,13 +315,19 @@ class Dense(MatrixStructure):
 @final
 @dataclass(frozen=True, repr=False)
 class BlockDense(MatrixStructure):
-    """The diagonal blocks of G, one for every layer (its weight and bias together), or their powers.
+    """Keep the metric of every layer as a matrix, and nothing between layers.
 
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> BlockDense().estimate(pb).names
-    ('weight + bias',)
+    A layer is its weight and bias together.
+
+    Args:
+        power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+        >>> BlockDense().estimate(pb).names
+        ('weight + bias',)
     """
 
     suggested: ClassVar[bool] = True

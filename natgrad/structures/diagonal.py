@@ -33,7 +33,13 @@ _WHAT = "the diagonal metric"
 @final
 @dataclass(frozen=True)
 class DiagonalOperator(Operator):
-    """G_pp, nothing beside it: ``values`` [p], and its ``power``."""
+    """A metric as its diagonal.
+
+    Args:
+        layout: The names and shapes of the parameters, and the precision.
+        values: G_pp [p].
+        power: p: the operator is G^p of the G that the tensors hold.
+    """
 
     damps_per_block: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True
@@ -127,16 +133,21 @@ class DiagonalOperator(Operator):
 @final
 @dataclass(frozen=True, repr=False)
 class Diagonal(Structure):
-    """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product for every layer.
+    """Keep the diagonal of the metric, as Adam does.
 
-    With a sampled metric this is the pullback sampling trick of Grosse (2021, (31)): one backward pass, and no
-    per-example gradient. ``power``: the metric is G^p, as in Adam with p = ½.
+    Args:
+        power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
 
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> Diagonal().estimate(pb).values
-    tensor([1., 4., 1.])
+    Method:
+        Σ_n (Σ_k g²) a², one product for every layer. With a sampled metric this is the pullback sampling trick of
+        Grosse (2021, (31)): one backward pass, and no per-example gradient.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+        >>> Diagonal().estimate(pb).values
+        tensor([1., 4., 1.])
     """
 
     operator: ClassVar[type[Operator]] = DiagonalOperator

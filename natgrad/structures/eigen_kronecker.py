@@ -56,30 +56,42 @@ Moments: TypeAlias = Literal["carried", "sorted"]
 @final
 @dataclass(frozen=True, repr=False)
 class EigenKronecker(Layered):
-    """G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer, Q and P the eigenvectors of the factors S and A of ``Kronecker``.
+    """Keep the eigenvectors of two small matrices per layer, and the metric's diagonal in them.
 
-    D = Σ_kn (Qᵀ R_kn P)² are the second moments of the per-example gradients R_kn = Σ_r g aᵀ in that basis (George et
-    al. 2018, (9)): the diagonal of G itself, in the basis where S ⊗ A is diagonal. So it is never further from G than
-    ``Kronecker`` is, in the Frobenius norm, and its trace is that of G, whatever the ``sharing`` of positions, which
-    here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``. With a ``power`` p
-    the metric is G^p, with the eigenvalues D^p.
+    Args:
+        sharing: How positions that share a weight are treated, "expand" or "reduce"; here it chooses the basis only.
+        fallback: The structure of parameters that no layer rule covers.
+        strict: Raise an error for such parameters.
+        largest: Of a Kronecker factor with more rows than this, such as a vocabulary, only the diagonal is kept.
+        bias: "joint" keeps weight and bias as one layer, "separate" as two.
+        power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
+        eigenvectors: "exact" ones, or "iterated": Q ← QR(SQ), one step of the orthogonal iteration from the last basis,
+            its columns sorted (Vyas et al. 2024). On a GPU this is several times as fast, and follows S well enough if
+            that changes slowly.
+        moments: What D becomes when the basis is renewed: "carried" there, D' = (Q'ᵀQ)² D (PᵀP')², the diagonal of the
+            metric in the new basis; or "sorted" with the columns (Vyas et al. 2024), for iterated eigenvectors.
 
-    ``eigenvectors``: "exact" ones, or "iterated": Q ← QR(SQ), one step of the orthogonal iteration from the last basis,
-    its columns sorted (Vyas et al. 2024). On a GPU this is several times as fast, and follows S well enough if that
-    changes slowly; the first basis is exact. The signs of the columns do not matter, and depend on the device.
+    Method:
+        G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer, Q and P the eigenvectors of the factors S and A of ``Kronecker``.
 
-    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``). ``moments``: what D becomes
-    when the basis is renewed. It is "carried" there, D' = (Q'ᵀQ)² D (PᵀP')², the diagonal of the metric in the new
-    basis; or "sorted" with the columns, and not changed otherwise (Vyas et al. 2024), for iterated eigenvectors: exact
-    ones are other columns each time. With "sorted", a metric of gradients (``BatchGradient``) that is inverted in every
-    step has its basis renewed after a step, so that the next gradient is measured in the basis in which it is divided.
+        D = Σ_kn (Qᵀ R_kn P)² are the second moments of the per-example gradients R_kn = Σ_r g aᵀ in that basis (George
+        et al. 2018, (9)): the diagonal of G itself, in the basis where S ⊗ A is diagonal.
 
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 2, bias=False)
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    >>> pb = ng.pullback(model, x, ng.Euclidean())
-    >>> EigenKronecker().estimate(pb).dense().diagonal()
-    tensor([0.5000, 2.0000, 0.5000, 2.0000])
+        So it is never further from G than ``Kronecker`` is, in the Frobenius norm, and its trace is that of G.
+
+        An optimizer keeps the basis between two inverses, and estimates D in it.
+
+        With "sorted", a metric of gradients (``BatchGradient``) that is inverted in every step has its basis renewed
+        after a step, so that the next gradient is measured in the basis in which it is divided. The first basis is
+        exact; the signs of its columns do not matter.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+        >>> pb = ng.pullback(model, x, ng.Euclidean())
+        >>> EigenKronecker().estimate(pb).dense().diagonal()
+        tensor([0.5000, 2.0000, 0.5000, 2.0000])
     """
 
     gradient_in_place: ClassVar[bool] = True
@@ -217,11 +229,26 @@ def _zeros(block: Block, dtype: torch.dtype) -> Tensor:
 @final
 @dataclass(frozen=True)
 class EigenKroneckerOperator(LayerOperator):
-    """G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
+    """A metric as eigenvectors and eigenvalues of every layer.
 
-    Q and P are eigenvectors of S and A, or of what S and A were when the basis was last ``renewed``; D are the second
-    moments of the gradients in that basis. S and A are kept for the next basis. ``fallback`` is the metric on the
-    parameters that no layer rule covers.
+    Attributes:
+        layout: The names and shapes of the parameters, and the precision.
+        blocks: The layers, in the order of the tensors.
+        left: S [c o o], or its diagonal [c o], for the next basis.
+        right: A [c i i], or its diagonal [c i].
+        basis: Q and P, the eigenvectors of S and A as they were when the basis was last renewed.
+        scales: D [c o i], the second moments of the gradients in that basis.
+        fallback: The metric on the parameters that no layer rule covers.
+        unseen: Parameters of layers that no forward pass has used so far.
+        power: p: the operator is G^p of the G that the tensors hold.
+        positions: How many positions the factors are means over.
+        eigenvectors: "exact" or "iterated".
+        moments: "carried" or "sorted".
+        products: Whether D is s ⊗ a of the eigenvalues of S and A.
+        in_place: Its basis is renewed where it is, and no other metric's.
+
+    Method:
+        G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
     """
 
     layout: Layout

@@ -29,13 +29,17 @@ from natgrad.structures.dense import DenseOperator
 @final
 @dataclass(frozen=True)
 class Implicit(Structure):
-    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (Grosse 2021, section 5.2); solved by ``CG``.
+    """Keep nothing but products with the metric, for conjugate gradients and any model size.
 
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> Implicit().estimate(pb).product(torch.tensor([1.0, 0.0, 0.0]))
-    tensor([1., 2., 1.])
+    Method:
+        Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (Grosse 2021, section 5.2); solved by ``CG``.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+        >>> Implicit().estimate(pb).product(torch.tensor([1.0, 0.0, 0.0]))
+        tensor([1., 2., 1.])
     """
 
     bounded: ClassVar[bool] = False
@@ -58,9 +62,15 @@ class Implicit(Structure):
 @final
 @dataclass(frozen=True)
 class ImplicitOperator(RootedOperator):
-    """G v = Jᵀ h J v (Johnson 2017, (43)): the model is linearised once, at a snapshot of the parameters.
+    """A metric as products with vectors alone.
 
-    A moving average is a weighted sum of such terms.
+    Attributes:
+        layout: The names and shapes of the parameters, and the precision.
+        terms: The weighted terms of a moving average, each a model that was linearised once, at a snapshot of the
+            parameters.
+
+    Method:
+        G v = Jᵀ h J v (Johnson 2017, (43)).
     """
 
     layout: Layout
@@ -86,6 +96,7 @@ class ImplicitOperator(RootedOperator):
 
     @property
     def pullbacks(self) -> list[tuple[float, Pullback]]:
+        """The pullbacks of the terms, with their weights."""
         return [(weight, pullback) for weight, pullback, _ in self.terms]
 
     @property
@@ -144,12 +155,20 @@ class ImplicitOperator(RootedOperator):
 @final
 @dataclass(frozen=True)
 class HessianOperator(Operator):
-    """H = ∇²J at a point, as products; it need not be positive. Made by ``natgrad.hessian``, or from any J by ``at``.
+    """The Hessian of a loss as products with vectors; it need not be positive.
 
-    >>> H = HessianOperator.at(lambda θ: θ["w"].prod(), {"w": torch.tensor([2.0, 3.0])})
-    >>> H.dense(), H.product(torch.tensor([1.0, 0.0])), H.differential["w"]
-    (tensor([[0., 1.],
-            [1., 0.]]), tensor([0., 1.]), tensor([3., 2.]))
+    Made by ``natgrad.hessian``, or from any function of named parameters by ``HessianOperator.at``.
+
+    Attributes:
+        layout: The names and shapes of the parameters, and the precision.
+        point: A snapshot of the parameters.
+        terms: A function that returns the terms of the loss, with their weights.
+
+    Example:
+        >>> H = HessianOperator.at(lambda θ: θ["w"].prod(), {"w": torch.tensor([2.0, 3.0])})
+        >>> H.dense(), H.product(torch.tensor([1.0, 0.0])), H.differential["w"]
+        (tensor([[0., 1.],
+                [1., 0.]]), tensor([0., 1.]), tensor([3., 2.]))
     """
 
     layout: Layout

@@ -43,16 +43,23 @@ _REFINED = 2  # steps of iterative refinement
 @final
 @dataclass(frozen=True, repr=False)
 class Kernel(Structure):
-    """The rows R in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
+    """Keep the metric exactly as factors of its rows: cheap with fewer examples than parameters.
 
-    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``). With a ``power`` below
-    1 the metric is G^p, through the eigenvalues of the Gram matrix.
+    Args:
+        power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
 
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> Kernel().estimate(pb).gram()  # ‖(1, 2, 1)‖²
-    tensor([[6.]])
+    Method:
+        The rows R in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
+
+        Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``). With a ``power``
+        below 1 the metric is G^p through the eigenvalues of the Gram matrix.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+        >>> Kernel().estimate(pb).gram()  # ‖(1, 2, 1)‖²
+        tensor([[6.]])
     """
 
     bounded: ClassVar[bool] = False
@@ -98,16 +105,24 @@ class Kernel(Structure):
 @final
 @dataclass(frozen=True)
 class KernelOperator(RootedOperator):
-    """G = RᵀR with R [(k n) p] numbers as factors of every block; exact, and cheap when N·K < P.
+    """A metric as its rows, in the factors of the layers: exact, and cheap for few examples.
 
-    The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
+    Attributes:
+        layout: The names and shapes of the parameters, and the precision.
+        blocks: The layers, in the order of the tensors.
+        factors: The rows R [(k n) p] of every block, as factors.
+        K: The kernel matrix of the inputs, for a metric that couples the examples by its inverse.
+        power: p: the operator is G^p of the G that the tensors hold.
 
-    A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. We keep the factors of B, and
-    form R = L⁻¹B with K = L Lᵀ for a few parameters at a time. With damping it is solved without K⁻¹, by
-    ``PushThrough``.
+    Method:
+        G = RᵀR. The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
 
-    With R Rᵀ = V diag(w) Vᵀ the columns of Q = RᵀV w^-½ [p r] are the eigenvectors of G outside its null space. They
-    are never formed: G^p = Q w^p Qᵀ = RᵀV w^(p−1) VᵀR.
+        A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. We keep the factors of B,
+        and form R = L⁻¹B with K = L Lᵀ for a few parameters at a time. With damping it is solved without K⁻¹, by
+        ``PushThrough``.
+
+        With R Rᵀ = V diag(w) Vᵀ the columns of Q = RᵀV w^-½ [p r] are the eigenvectors of G outside its null space.
+        They are never formed: G^p = Q w^p Qᵀ = RᵀV w^(p−1) VᵀR.
     """
 
     layout: Layout

@@ -92,49 +92,66 @@ NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the
 @final
 @dataclass(frozen=True, repr=False)
 class Kronecker(Layered):
-    """G ≈ S ⊗ A on every layer, A = E[a aᵀ], S = E[g gᵀ] (Martens and Grosse 2015; Luk and Grosse 2018, (2.8)).
+    """Keep two small matrices per layer, whose Kronecker product approximates the metric: K-FAC.
 
-    ``sharing``: how positions that share a weight (pixels, tokens, time steps) are treated: "expand" treats them as
-    independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). A position with a zero cotangent (a
-    padded token, an ignored label) does not count, unless it is a pixel. ``fallback`` is the structure of the
-    parameters that no layer rule covers; with ``strict=True`` such parameters raise an error. Of a factor with more
-    than ``largest`` rows (a vocabulary; the row of the bias is not counted) only the diagonal is kept. With
-    ``bias="separate"`` weight and bias are two layers. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the
-    metric is G^p = S^p ⊗ A^p. On a GPU ``Factored`` computes the powers by matrix products, in float64 by eigenvalues.
+    Args:
+        sharing: How positions that share a weight (pixels, tokens, time steps) are treated: "expand" treats them as
+            independent examples, "reduce" sums over them first (Eschenhagen et al. 2023).
+        fallback: The structure of parameters that no layer rule covers; ``Diagonal()`` by default.
+        strict: Raise an error for such parameters.
+        largest: Of a factor with more rows than this (a vocabulary; the row of the bias is not counted) only the
+            diagonal is kept.
+        bias: "joint" keeps weight and bias as one layer, "separate" as two.
+        power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
+        sides: "inputs" takes S = 1, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on the outputs
+            does not matter.
 
-    With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
-    the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
+    Method:
+        G ≈ S ⊗ A on every layer, A = E[a aᵀ], S = E[g gᵀ] (Martens and Grosse 2015; Luk and Grosse 2018, (2.8)).
 
-    A parameter outside of modules with a rule has the factors of the operations that use it: products, convolutions,
-    lookups. Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact
-    diagonal of G. So do parameters θ of a weight W = f(θ) (``weight_norm``, a merged LoRA): W has a Kronecker product S
-    ⊗ A, but its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) is not a Kronecker product. This is logged once; ``strict`` allows it.
+        With a ``power`` below 1 the metric is S^p ⊗ A^p. ``opt.plan()`` shows what every parameter has.
 
-    An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
-    trace and partial traces are those of the sum of the two (``natgrad.pullbacks.layer``).
+        A position with a zero cotangent (a padded token, an ignored label) does not count, unless it is a pixel.
 
-    In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass, also
-    to parameters without a rule, which are differentiated in its own graph.
+        A parameter outside of modules with a rule has the factors of the operations that use it: products,
+        convolutions, lookups. Gains and offsets (positions, a class token, LayerScale) have a group for every entry,
+        and so the exact diagonal of G.
 
-    A layer that a forward pass does not use (an expert, as a module or in a stack; a block that stochastic depth drops)
-    is not in the estimate of that pass: the moving average of its factors continues with the next pass that uses it.
-    The correction of the average for its start counts all estimates, and is an approximation for such a layer.
+        So do parameters θ of a weight W = f(θ) (``weight_norm``, a merged LoRA): W has a Kronecker product S ⊗ A, but
+        its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) is not a Kronecker product. This is logged once; ``strict`` allows it.
 
-    If no positions share a weight, S ⊗ A equals the block of G for one example, for deep linear networks with squared
-    loss, and whenever a and g are independent. If positions share it, the block of one example is a sum of products, in
-    general not a product; for a deep linear network "expand" is exact if it has an output at every position, and
-    "reduce" if it averages over them. Every metric on the outputs can be used, also a sampled one (Luk and Grosse 2018,
-    theorem 3.6). "reduce" is for layers whose positions are averaged later. It sees nothing of a gradient whose
-    cotangents cancel over the positions, such as that of the keys of an attention and of the patches that they read:
-    there the metric is too small, and the step too long.
+        An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses,
+        whose trace and partial traces are those of the sum of the two (``natgrad.pullbacks.layer``).
 
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> Kronecker().estimate(pb).dense()
-    tensor([[1., 2., 1.],
-            [2., 4., 2.],
-            [1., 2., 1.]])
+        In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass,
+        also to parameters without a rule, which are differentiated in its own graph.
+
+        A layer that a forward pass does not use (an expert, as a module or in a stack; a block that stochastic depth
+        drops) is not in the estimate of that pass: the moving average of its factors continues with the next pass that
+        uses it.
+
+        The correction of the average for its start counts all estimates, and is an approximation for such a layer.
+
+        If no positions share a weight, S ⊗ A equals the block of G for one example, for deep linear networks with
+        squared loss, and whenever a and g are independent.
+
+        If positions share it, the block of one example is a sum of products, in general not a product; for a deep
+        linear network "expand" is exact if it has an output at every position, and "reduce" if it averages over them.
+
+        "reduce" is for layers whose positions are averaged later. It sees nothing of a gradient whose cotangents cancel
+        over the positions, such as that of the keys of an attention and of the patches that they read: there the metric
+        is too small, and the step too long.
+
+        Every metric on the outputs can be used, also a sampled one (Luk and Grosse 2018, theorem 3.6).
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+        >>> Kronecker().estimate(pb).dense()
+        tensor([[1., 2., 1.],
+                [2., 4., 2.],
+                [1., 2., 1.]])
     """
 
     in_place: ClassVar[bool] = True
@@ -396,9 +413,20 @@ class KroneckerInBackward:
 @final
 @dataclass(frozen=True)
 class KroneckerOperator(LayerOperator):
-    """G = S ⊗ A on every layer: v = W [c o i] goes to S W A, or with a ``power`` p to S^p W A^p.
+    """A metric as two small matrices for every layer.
 
-    ``fallback`` is the metric on the parameters that no layer rule covers, in another structure.
+    Attributes:
+        layout: The names and shapes of the parameters, and the precision.
+        blocks: The layers, in the order of the tensors.
+        left: S [c o o] of every layer, or its diagonal [c o].
+        right: A [c i i] of every layer, or its diagonal [c i].
+        fallback: The metric on the parameters that no layer rule covers, in another structure.
+        unseen: Parameters of layers that no forward pass has used so far.
+        power: p: the operator is G^p of the G that the tensors hold.
+        positions: How many positions the factors are means over.
+
+    Method:
+        G = S ⊗ A on every layer: v = W [c o i] goes to S W A, or with a ``power`` p to S^p W A^p.
     """
 
     products: ClassVar[bool] = True

@@ -640,6 +640,7 @@ class LayerOperator(Operator):
         return self
 
     def fallback_inverse(self, damping: Damping) -> Inverse | None:
+        """The inverse of the metric on parameters without a layer rule; None if there are none."""
         if self.fallback is None:
             return None
         if isinstance(damping, Relative) and self.blocks:
@@ -750,6 +751,7 @@ class LayerOperator(Operator):
         return self.blocks
 
     def layer_spectra(self) -> Iterator[LayerSpectrum]:
+        """The eigenvalues of the factors of every layer."""
         for b, block in enumerate(self.blocks):
             s, a = self.left[b].double(), self.right[b].double()
             factors = {"S": eigenvalues(s), "A": eigenvalues(a)}

@@ -38,19 +38,25 @@ _LARGEST = 4096  # parameters, up to which a matrix is affordable
 @final
 @dataclass(frozen=True, repr=False)
 class LowRank(Structure):
-    """The ``rank`` largest eigenpairs of G, and the diagonal of what is left as a floor.
+    """Keep the largest eigenpairs of the metric, and a diagonal for the rest.
 
-    Averaging cuts back to the rank every time: an average over micro-batches, or over time, has the diagonal of the
-    joint batch exactly, and its leading eigenpairs only as far as each part had kept them.
+    Args:
+        rank: The number of eigenpairs.
+        power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
 
-    A diagonal and a range have no eigenvectors in common. With a ``power`` below 1 the floor is therefore one number,
-    its mean: G = U diag(s) Uᵀ + d, and G^p has (s + d)^p on the range of U and d^p beside it.
+    Method:
+        Averaging cuts back to the rank every time: an average over micro-batches, or over time, has the diagonal of the
+        joint batch exactly, and its leading eigenpairs only as far as each part had kept them.
 
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> LowRank(1).estimate(pb).values.round()
-    tensor([6.])
+        A diagonal and a range have no eigenvectors in common. With a ``power`` below 1 the floor is therefore one
+        number, its mean: G = U diag(s) Uᵀ + d, and G^p has (s + d)^p on the range of U and d^p beside it.
+
+    Example:
+        >>> import torch, natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+        >>> LowRank(1).estimate(pb).values.round()
+        tensor([6.])
     """
 
     rank: int
@@ -102,9 +108,19 @@ class LowRank(Structure):
 @final
 @dataclass(frozen=True)
 class LowRankOperator(Operator):
-    """G ≈ U diag(s) Uᵀ + diag(d): the leading eigenpairs, and a floor that keeps the diagonal of G exact.
+    """A metric as its leading eigenpairs and a floor.
 
-    With another ``power`` than 1 the floor has one number, and keeps the trace.
+    Attributes:
+        layout: The names and shapes of the parameters, and the precision.
+        vectors: U [p r].
+        values: s [r].
+        floor: d [p], which keeps the diagonal of G exact. With another ``power`` than 1 it is one number, and keeps the
+            trace.
+        rank: The eigenpairs that a moving average may keep; one batch can have fewer.
+        power: p: the operator is G^p of the G that the tensors hold.
+
+    Method:
+        G ≈ U diag(s) Uᵀ + diag(d).
     """
 
     layout: Layout
@@ -253,19 +269,27 @@ def with_floor(layout: Layout, u: Tensor, values: Tensor, diagonal: Tensor, rank
 @final
 @dataclass(frozen=True, repr=False)
 class Nystrom(Structure):
-    """G ≈ U diag(s) Uᵀ + d(1 − UUᵀ) from ``rank`` products with G (Frangella, Tropp and Udell 2023, algorithm 2.1).
+    """Sketch the metric by random products with it, as a preconditioner of conjugate gradients.
 
-    With orthonormal random Ω [p r] and Y = GΩ, U diag(s) Uᵀ = Y(ΩᵀY)⁻¹Yᵀ, and d is the least of the s. It needs
-    nothing but products, so that it preconditions ``CG`` for an ``Implicit`` metric of any number of terms:
-    ``CG(preconditioner=Nystrom(50))``. The iterations then depend on the eigenvalues that are left, λ_r and below.
+    Args:
+        rank: The number of products, and of eigenpairs that are kept.
+        seed: The seed of the random vectors Ω.
 
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> Nystrom(2).estimate(pb).dense().round()
-    tensor([[1., 2., 1.],
-            [2., 4., 2.],
-            [1., 2., 1.]])
+    Method:
+        G ≈ U diag(s) Uᵀ + d(1 − UUᵀ) from ``rank`` products with G (Frangella, Tropp and Udell 2023, algorithm 2.1).
+
+        With orthonormal random Ω [p r] and Y = GΩ, U diag(s) Uᵀ = Y(ΩᵀY)⁻¹Yᵀ, and d is the least of the s. It needs
+        nothing but products, so that it preconditions ``CG`` for an ``Implicit`` metric of any number of terms:
+        ``CG(preconditioner=Nystrom(50))``. The iterations then depend on the eigenvalues that are left, λ_r and below.
+
+    Example:
+        >>> import natgrad as ng
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+        >>> Nystrom(2).estimate(pb).dense().round()
+        tensor([[1., 2., 1.],
+                [2., 4., 2.],
+                [1., 2., 1.]])
     """
 
     rank: int

@@ -22,26 +22,33 @@ _EVERY_STEP = 16  # steps in which an early schedule estimates the metric every 
 @final
 @dataclass(frozen=True, repr=False)
 class Refresh(Structure):
-    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (Grosse 2021, (32)).
+    """Estimate another structure now and then, and average it over time.
 
-    The metric is inverted every ``inverse`` steps; in between the last inverse is used, and a change of the damping has
-    no effect until the next inversion. With ``inverse=1`` it is inverted whenever the metric or the damping has
-    changed. ``early``: in the beginning, when the metric changes fastest, it is also inverted in the steps 1, 2, 4, 8,
-    … before the first period is over, and estimated in each of the first 16 of them.
+    The optimizers use this; ``estimate`` is that of the inner structure.
 
-    ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
-    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.
+    Args:
+        structure: The structure to average.
+        every: Steps between estimates.
+        decay: β of the moving average; 0 keeps the last estimate only.
+        inverse: Steps between inverses. In between the last inverse is used, and a change of the damping has no effect.
+            With 1 the metric is inverted whenever it or the damping has changed.
+        early: In the beginning, when the metric changes fastest, it is also inverted in the steps 1, 2, 4, 8, … before
+            the first period is over, and estimated in each of the first 16 of them.
+        basis: A structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
+            and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.
 
-    The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full
-    weight. Kronecker factors of one process are also weighted by their numbers of examples. The optimizers use this;
-    ``estimate`` is that of the inner structure.
+    Method:
+        The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the
+        full weight (Grosse 2021, (32)). Kronecker factors of one process are also weighted by their numbers of
+        examples.
 
-    >>> from natgrad.structures import Dense, Diagonal
-    >>> schedule = Refresh(Diagonal(), every=10, decay=0.95, inverse=20)
-    >>> [step for step in range(1, 50) if schedule.inverse_due(step - 1)]
-    [1, 2, 4, 8, 16, 21, 41]
-    >>> Refresh(Dense(), every=10, decay=0.95)
-    Refresh(structure=Dense(), every=10, decay=0.95, inverse=1)
+    Example:
+        >>> from natgrad.structures import Dense, Diagonal
+        >>> schedule = Refresh(Diagonal(), every=10, decay=0.95, inverse=20)
+        >>> [step for step in range(1, 50) if schedule.inverse_due(step - 1)]
+        [1, 2, 4, 8, 16, 21, 41]
+        >>> Refresh(Dense(), every=10, decay=0.95)
+        Refresh(structure=Dense(), every=10, decay=0.95, inverse=1)
     """
 
     structure: Structure

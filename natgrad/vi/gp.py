@@ -64,7 +64,7 @@ class SquaredExponential(Stationary):
     """The squared-exponential covariance of a Gaussian process, for very smooth functions.
 
     Args:
-        lengthscale: The first ℓ, one number or one for each input; it is a parameter.
+        lengthscale: The first ℓ, one number or one per coordinate; it is a parameter.
         variance: The first σ²; it is a parameter.
 
     Method:
@@ -89,7 +89,7 @@ class Matern(Stationary):
 
     Args:
         nu: The smoothness ν > 0: ½ for rough functions, 3/2 and 5/2 for smoother ones, or any other number.
-        lengthscale: The first ℓ, one number or one for each input; it is a parameter.
+        lengthscale: The first ℓ, one number or one per coordinate; it is a parameter.
         variance: The first σ²; it is a parameter.
 
     Method:

@@ -90,7 +90,7 @@ class Laplace:
         prior_precision: δ of the prior N(0, 1/δ), a number or a tensor with one number. Where it requires a gradient,
             ``log_marginal_likelihood`` is differentiable in it; samples and predictions take its value.
         target: The targets of x, for a metric that needs them.
-        generator: Where random numbers come from; without one, from torch's global generator.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
 
     Method:
         p(θ | data) ≈ N(θ*, (N·G + δ)⁻¹) at the mode θ* of the posterior, G the mean over the N examples (MacKay 1992;

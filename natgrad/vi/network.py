@@ -97,7 +97,7 @@ class VariationalNetwork:
         rates: The step sizes; 0.1 for mean and precision by default.
         pairs: Expectations are means over this many pairs of samples μ ± ε: terms that are odd in ε cancel, and linear
             models are exact.
-        generator: Where random numbers come from; without one, from torch's global generator.
+        generator: Where random numbers come from; without one, from a new generator, and the global one is not used.
 
     Method:
         q(θ) = N(μ, (N·G + δ)⁻¹). In the natural parameters of a Gaussian the natural gradient of the ELBO is its

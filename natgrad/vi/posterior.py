@@ -400,7 +400,7 @@ def fit(
         schedule: The step size ρ in (0, 1], one for all steps or a function of their number k = 0, 1, …; by default
             ``Decaying()``, or 1 without a log-density.
         estimator: How the gradient of E ℓ is estimated, ``Regression()`` by default.
-        generator: Where random numbers come from; without one, from torch's global generator.
+        generator: Where random numbers come from; without one, torch's global generator.
 
     Returns:
         A ``Fit`` with the last ``eta``, the evidence bound before every step as ``elbo``, and ``reasons``, which says

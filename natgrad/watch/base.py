@@ -16,9 +16,13 @@ _log = logging.getLogger("natgrad")
 
 
 class Watcher(ABC):  # noqa: B024 - a watcher writes what it wants to be told
-    """Is told of the events of a step, and says once what it finds: a warning, which ``strict`` makes an error.
+    """The base class of checks beside an optimizer, which say once what they find.
 
-    An error that it raises refuses the step. ``silent``: one of several processes speaks for all.
+    An error that a watcher raises refuses the step.
+
+    Args:
+        strict: Make an error of a warning.
+        silent: Say nothing: one of several processes speaks for all.
     """
 
     def __init__(self, *, strict: bool = False, silent: bool = False) -> None:

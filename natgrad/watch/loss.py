@@ -90,15 +90,25 @@ class Factor:
 
 @final
 class LossWatch(Watcher):
-    """Compares the cotangent that the user's ``backward()`` sends into the outputs with that of the loss given.
-
-    It looks at one pass of the first step, and at one of the first step in which the outputs have another number of
-    axes: hooks at the outputs keep what arrives, and ``opt.step()`` compares. After that it costs nothing. The targets
-    are those that the loss was called with, where it is a module. Of cross entropy, coins and absolute errors the
-    cotangent itself tells them; of other losses, without the targets, only what is certainly that of another loss does.
+    """Checks that the loss of the training loop is the one that the metric was made for.
 
     What it finds is an INFO in the log where the steps are as they should be (gradient accumulation, a ``GradScaler``),
-    else a warning. ``scale_free``: the steps do not depend on the scale of the loss.
+    else a warning.
+
+    Args:
+        metric: The metric that was made of the given loss.
+        scale_free: Whether the steps do not depend on the scale of the loss.
+        strict: Make an error of a warning.
+        silent: Say nothing: one of several processes speaks for all.
+
+    Method:
+        It compares the cotangent that the user's ``backward()`` sends into the outputs with that of the loss given, in
+        one pass of the first step, and in one of the first step in which the outputs have another number of axes: hooks
+        at the outputs keep what arrives, and ``opt.step()`` compares. After that it costs nothing.
+
+        The targets are those that the loss was called with, where it is a module. Of cross entropy, coins and absolute
+        errors the cotangent itself tells them; of other losses, without the targets, only what is certainly that of
+        another loss does.
     """
 
     def __init__(
@@ -282,10 +292,17 @@ class LossWatch(Watcher):
 
 @final
 class ScaleWatch(Watcher):
-    """``Empirical()`` has the scale of the cotangents: is the gradient divided after the backward pass?
+    """Checks that the gradient is not divided after the backward pass, as a ``GradScaler`` does.
 
-    A ``GradScaler`` does so. It keeps the length of the last parameter's gradient when the backward pass is over, and
-    compares it once with that of a step.
+    ``Empirical()`` has the scale of the cotangents.
+
+    Args:
+        strict: Make an error of a warning.
+        silent: Say nothing: one of several processes speaks for all.
+
+    Method:
+        It keeps the length of the last parameter's gradient when the backward pass is over, and compares it once with
+        that of a step.
     """
 
     def __init__(self, *, strict: bool = False, silent: bool = False) -> None:
