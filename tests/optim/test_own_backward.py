@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import natgrad as ng
 from natgrad.accelerate import moments
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
-from natgrad.pullbacks import coupling, visible_positions
+from natgrad.pullbacks import coupling, layer_factors
 from natgrad.structures.kronecker import KroneckerInBackward
 from tests.optim.states import Net
 
@@ -584,7 +584,7 @@ def test_tokens_whose_units_are_off_count_and_ignored_ones_do_not(flat: bool, pa
 
 def test_on_a_gpu_too_tokens_whose_units_are_off_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coupling, "is_asynchronous", lambda device: True)
-    for module in (moments, visible_positions):
+    for module in (moments, layer_factors):
         monkeypatch.setattr(module, "can_read", lambda t: False)
     found, expected, _ = tagged(False, parts=2)
     for name, A in expected.items():
