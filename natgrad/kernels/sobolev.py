@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
@@ -180,10 +181,19 @@ _SMALL = 1e-15  # lengthscales below it have squares that underflow in single pr
 class ReproducingKernel(ABC):
     """The base class of reproducing kernels, which define a Hilbert space of functions.
 
+    Sums, products and positive multiples of kernels are kernels: ``2 * a + b``, ``a * b``. The product of a kernel of
+    some inputs and one of others (by their ``features``) is that of functions of both.
+
     Method:
         K with ⟨K(x, ·), f⟩ = f(x) for every f in its Hilbert space of functions.
 
         Functions with several outputs have the kernel K(x, y) δ_ij: each output separately.
+
+    Example:
+        >>> rough, smooth = SobolevKernel(0.5), SobolevKernel(2.5)
+        >>> (0.5 * rough + 0.5 * smooth)(torch.tensor([0.0, 1.0]))
+        tensor([[1.0000, 0.6131],
+                [0.6131, 1.0000]])
     """
 
     @abstractmethod
@@ -193,6 +203,41 @@ class ReproducingKernel(ABC):
     def at(self, x: Any) -> ReproducingKernel:
         """The same kernel, with what depends on data (a lengthscale) measured on x and then fixed."""
         return self
+
+    def __add__(self, other: ReproducingKernel) -> ReproducingKernel:
+        return _Combined((self, other), torch.add) if isinstance(other, ReproducingKernel) else NotImplemented
+
+    def __mul__(self, other: ReproducingKernel | float) -> ReproducingKernel:
+        if isinstance(other, ReproducingKernel):
+            return _Combined((self, other), torch.mul)
+        check_positive(other, "the factor of a kernel", ": a negative multiple is no kernel")
+        return _Combined((self, _Constant(other)), torch.mul)
+
+    __rmul__ = __mul__
+
+
+@final
+@dataclass(frozen=True)
+class _Combined(ReproducingKernel):
+    parts: tuple[ReproducingKernel, ReproducingKernel]
+    by: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Any, y: Any = None) -> Tensor:
+        return self.by(self.parts[0](x, y), self.parts[1](x, y))
+
+    def at(self, x: Any) -> ReproducingKernel:
+        return replace(self, parts=(self.parts[0].at(x), self.parts[1].at(x)))
+
+
+@final
+@dataclass(frozen=True)
+class _Constant(ReproducingKernel):
+    """c for all pairs of points, as a tensor that broadcasts."""
+
+    value: float
+
+    def __call__(self, x: Any, y: Any = None) -> Tensor:
+        return torch.tensor(float(self.value), dtype=torch.float64)
 
 
 @final

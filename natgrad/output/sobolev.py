@@ -14,7 +14,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.kernels.distances import check_features, points
 from natgrad.kernels.gram import KernelMatrix, relative_rounding, rounding
-from natgrad.kernels.sobolev import Lengthscale, SobolevKernel
+from natgrad.kernels.sobolev import Lengthscale, ReproducingKernel, SobolevKernel
 from natgrad.linalg import check_finite, is_number
 from natgrad.model import Inputs, arguments
 from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
@@ -31,9 +31,11 @@ class Sobolev(DerivedMetric):
         base: The metric on the outputs of one example; ``Euclidean()`` by default.
         nu: The smoothness ν of the kernel: ½, 3/2, 5/2, or any other positive number.
         lengthscale: A number, or a rule such as ``Median(divisor=4)`` that is measured on every batch.
-        jitter: K is replaced by (K + jitter)/(1 + jitter), in float64, so K_nn = 1 still.
+        jitter: K is replaced by (K + κ·jitter)/(1 + jitter), in float64, with κ the mean of its diagonal, which stays.
         features: Called with the model's inputs, if they are not real points [n *shape] (several arguments, tokens,
             images).
+        kernel: Another reproducing kernel in place of ``SobolevKernel(nu, lengthscale)``: of a circle or a sphere, sums
+            and products, or your own. It is called with the only input, or with what ``features`` returns.
 
     Method:
         The norm of H^(ν + d/2) instead of L² (Bai, Rosenberg and Xu 2022): G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ,
@@ -47,6 +49,11 @@ class Sobolev(DerivedMetric):
 
         For an over-parametrised model without damping, one step moves the training outputs by −ηK e, where Gauss–Newton
         moves them by −ηe. So descent needs η < 2/λ_max(K), and λ_max(K) can be as large as N.
+
+        K is that of the points where the metric is estimated. These may be others than the batch of the loss, such as
+        inputs without targets: ``ng.pullback(model, z, Sobolev())``, ``opt.refresh(z)``. N·vᵀGv is the least squared
+        norm of functions with the values J v at these points, so it grows with every point that is added, up to the
+        norm of J v itself.
 
         Equal examples count once, up to the jitter (exactly if it is 0): a batch of copies has 1/N of the metric of one
         of them.
@@ -74,7 +81,8 @@ class Sobolev(DerivedMetric):
     nu: float = 1.5
     lengthscale: float | Tensor | Lengthscale = 1.0
     jitter: float = 1e-6
-    features: Callable[..., Tensor] | None = None
+    features: Callable[..., Any] | None = None
+    kernel: ReproducingKernel | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, OutputMetric):
@@ -83,6 +91,14 @@ class Sobolev(DerivedMetric):
             )
         if isinstance(self.base, Sobolev):
             raise ValueError("Sobolev(base=Sobolev(…)) would couple the examples twice: give the metric inside")
+        if self.kernel is not None and not isinstance(self.kernel, ReproducingKernel):
+            raise TypeError(
+                f"kernel={self.kernel!r}: give a functionspace.ReproducingKernel, which can be a class of yours"
+            )
+        if self.kernel is not None and (self.nu, self.lengthscale) != (1.5, 1.0):
+            raise ValueError(
+                f"kernel={self.kernel!r} has a smoothness and lengthscale of its own: leave nu= and lengthscale= out"
+            )
         _ = self._kernel  # checks ν and ℓ
         check_features(self.features)
         if not is_number(self.jitter):
@@ -101,10 +117,10 @@ class Sobolev(DerivedMetric):
     def coupled(self, x: Inputs, n: int, dtype: torch.dtype = torch.float64) -> Coupling:
         if self.base.coupling(x, n) is not None:
             raise ValueError(f"{self.base!r} couples the examples itself: a Sobolev metric needs a base that does not")
-        K = self.gram(x, n)
-        regular = self.jitter > n * relative_rounding(n)  # all eigenvalues lie between the jitter and n
-        if not regular and bool(self.jitter <= rounding(K)):  # so small a jitter only hides which points are equal
-            K.mul_(1 + float(self.jitter)).fill_diagonal_(1.0)
+        K = self._matrix(x, n)
+        regular = self.jitter > n * relative_rounding(n)  # all eigenvalues lie between the jitter and n, over K_nn
+        if regular or bool(self.jitter * K.diagonal().mean() > rounding(K)):  # a smaller one hides which are equal
+            K = self._jittered(K)
         half = (KernelMatrix.regular(K) if regular else KernelMatrix.of(K)).inverse_root()
         # n columns of L, of size 1/√jitter, mix rows that agree up to ε: their rounding sums to n³ε²/jitter.
         accurate = self.jitter > n**3 * torch.finfo(dtype).eps ** 2
@@ -112,29 +128,42 @@ class Sobolev(DerivedMetric):
 
     def gram(self, x: Inputs, n: int) -> Tensor:
         """K [n n] of the inputs of n examples, with the jitter, in float64."""
+        return self._jittered(self._matrix(x, n))
+
+    def _jittered(self, K: Tensor) -> Tensor:
+        K.diagonal().add_(float(self.jitter) * K.diagonal().mean())
+        return K.div_(1 + float(self.jitter))
+
+    def _matrix(self, x: Inputs, n: int) -> Tensor:
         with torch.no_grad():
-            z = self._points(x).detach().double()
-            if z.shape[0] != n:
+            z = self._points(x)
+            if isinstance(z, Tensor) and can_read(z):  # on a GPU, the factors made from them are checked instead
+                check_finite(z, "the tensor of points of the Sobolev metric")
+            if self.kernel is None and len(z) != n:
                 raise ValueError(
-                    f"the Sobolev metric found {z.shape[0]} points in the inputs of {n} examples: it needs one an "
+                    f"the Sobolev metric found {len(z)} points in the inputs of {n} examples: it needs one an "
                     "example, on the first axis. Pass features=, a function of the model's inputs that returns them"
                 )
-            if can_read(z):  # on a GPU, the factors made from them are checked instead
-                check_finite(z, "the tensor of points of the Sobolev metric")
-            K = self._kernel(z)
-            K.diagonal().add_(float(self.jitter))
-            return K.div_(1 + float(self.jitter))
+            K = self._kernel(z).double()
+            if K.shape != (n, n):
+                raise ValueError(
+                    f"the kernel {self._kernel!r} of the Sobolev metric returned {tuple(K.shape)} for {n} examples: it "
+                    "must be [n n]. Pass features=, a function of the model's inputs that returns a point an example"
+                )
+            return K
 
     @cached_property
-    def _kernel(self) -> SobolevKernel:
+    def _kernel(self) -> ReproducingKernel:
         """Cached, because checking a lengthscale on a GPU reads it back."""
-        return SobolevKernel(self.nu, self.lengthscale)
+        return SobolevKernel(self.nu, self.lengthscale) if self.kernel is None else self.kernel
 
-    def _points(self, x: Inputs) -> Tensor:
-        """The only input of the model, or the features of its inputs, as points [n d]."""
+    def _points(self, x: Inputs) -> Any:
+        """The only input of the model, or the features of its inputs; as points [n d] for the kernel of R^d."""
         args, kwargs = arguments(x)
+        alone = (*args, *kwargs.values())
+        given: Any = alone[0] if len(alone) == 1 else alone
         if self.features is not None:
             given = self.features(*args, **kwargs)
-            return points(x, lambda _: given)
-        alone = (*args, *kwargs.values())
-        return points(alone[0] if len(alone) == 1 else alone)
+        if self.kernel is not None:
+            return given.detach().double() if isinstance(given, Tensor) and given.is_floating_point() else given
+        return (points(given) if self.features is None else points(x, lambda _: given)).detach().double()
