@@ -340,7 +340,7 @@ def labelled(n: int) -> Callable[[Path], tuple[Draw, list[Batch]]]:
         x, y = data(folder)
 
         def draw(g: torch.Generator) -> Batch:
-            at = torch.randint(50_000, (n,), generator=g)
+            at = torch.randint(50_000, size=(n,), generator=g)
             return x[at], y[at]
 
         return draw, [(x[50_000:53_000], y[50_000:53_000])]
