@@ -22,7 +22,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT))  # this checkout, and not what is installed
-ELSEWHERE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md", "README.md": "index.md"}
+ELSEWHERE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+    "README.md": "index.md",
+    "experiments/sobolev_cifar/protocol.md": "cifar_protocol.md",
+}
 DIRECTIVES = {str: "autodata", type(re): "automodule"}
 OPTIONS = {"autoclass": "\n   :members:\n   :show-inheritance:", "automodule": "\n   :members:"}
 CALLED = ("autoclass", "autofunction")

@@ -1,13 +1,12 @@
-"""The verdict of ``protocol.md`` from the record: its endpoints with intervals, questions beside, and two sentences.
+"""The verdict of ``protocol.md`` from the record: its endpoints with intervals, and questions beside them, in tables.
 
 Nothing here is chosen after the runs: endpoints, seeds, coverage and the words of the table are those of the protocol.
-The two sentences say the same in plain words.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -206,107 +205,51 @@ def _partly(found: Difference, planned: Collection[int]) -> str:
     return "" if len(found.seeds) == len(planned) else f" (preliminary: {len(found.seeds)} of {len(planned)} seeds)"
 
 
-# How Sobolev K-FAC lowers the training loss, in plain words.
-_PLAIN = {
-    "against the claim: slower": "more slowly than K-FAC",
-    "for the claim: a clear advantage": "clearly faster than K-FAC",
-    "for an advantage; whether it is clear is not decided": "faster than K-FAC, perhaps clearly",
-    "an advantage, but a small one: against a clear advantage": "slightly faster than K-FAC",
-    "against the claim: no advantage found, and a clear one is excluded": "as fast as K-FAC, as far as is seen",
-    "undecided": "perhaps faster than K-FAC, perhaps not",
-}
-
-
-def _decided(runs: Runs) -> str:
-    """How fast the loss falls on the data sets that are decided; empty if none is."""
-    answers: dict[str, list[str]] = {}
-    for dataset, seeds in DECIDE.items():
-        found = runs.claim(dataset, PRIMARY, seeds)
-        if found is not None:
-            answers.setdefault(_PLAIN[verdict_on(found)], []).append(f"{NAMES[dataset]}{_partly(found, seeds)}")
-    return " and ".join(f"{words} on {' and '.join(names)}" for words, names in answers.items())
-
-
-def _open(runs: Runs, dataset: str) -> str:
-    """A clause on a data set whose seeds that decide have not been run, or one of them only."""
-    name = NAMES[dataset]
-    if runs.only_seed(dataset, PRIMARY, DECIDE[dataset]) is not None:
-        return f"on {name} one seed of {len(DECIDE[dataset])} has been run, which decides nothing"
-    if runs.claim(dataset, PRIMARY, EVERY) is not None:
-        return f"on {name} the runs that decide have not been made"
-    return f"{name} has not been run"
-
-
-def sentences(runs: Runs) -> tuple[str, str]:
-    """The verdict in two sentences: is the paper's method faster, and is it for the reason that the paper gives?"""
-    decided = _decided(runs)
-    faster = f"With equal schedules, Sobolev K-FAC lowers the training loss {decided}{_accuracies(runs)}"
-    clauses = [faster] if decided else []
-    clauses += [_open(runs, dataset) for dataset in NAMES if runs.claim(dataset, PRIMARY, DECIDE[dataset]) is None]
-    start = "" if decided else "Whether Sobolev K-FAC lowers the loss faster than K-FAC is not settled yet: "
-    first = f"{start}{'; '.join(clauses)}."
-    answers: dict[tuple[str, str], list[str]] = {}
-    for dataset in NAMES:
-        found = _control(runs, dataset)
-        if found is not None:
-            answers.setdefault(_geometry(found), []).append(f"{NAMES[dataset]}{_partly(found, CONTROL[dataset])}")
-    if not answers:
-        second = "Whether the geometry of the images has a part in it is open, because the control has not been run."
-        return first, second
-    words = [f"does {how} on {' and '.join(names)}, {so}" for (how, so), names in answers.items()]
-    control = "With the kernel of permuted images, which does not know which image is which, the method"
-    return first, f"{control} {'; it '.join(words)}."
-
-
-def _geometry(found: Difference) -> tuple[str, str]:
-    """How the control does, and what that says about the geometry of the images."""
-    low, high = found.interval
-    if high < 0:
-        return "worse", "so the geometry of the images has a part in the difference"
-    if low > 0:
-        return "better", "so it is not the geometry of the images that helps"
-    return "as well", "as far as is seen, so nothing shows that the geometry of the images helps"
-
-
 def _control(runs: Runs, dataset: str) -> Difference | None:
     """Sobolev K-FAC less the control."""
     ours, control = ("sobolev", ("fifths",)), ("permuted", ("fifths",))
     return runs.difference(dataset, ours, control, PRIMARY, CONTROL[dataset])
 
 
-def _accuracies(runs: Runs) -> str:
-    """A clause on the final test accuracies of the data sets that are decided."""
-    found = [one for data, seeds in DECIDE.items() if (one := runs.claim(data, SECONDARY, seeds)) is not None]
-    return f", and the final test accuracies are {'similar' if all(map(similar, found)) else 'not similar'}"
-
-
-def numbers(runs: Runs) -> str:
-    """The numbers behind the two sentences, as a list."""
-    loss, accuracy = (
-        {dataset: runs.claim(dataset, quantity, seeds) for dataset, seeds in DECIDE.items()}
-        for quantity in (PRIMARY, SECONDARY)
-    )
-    leads = [f"{name} {lead}" for name, lead in zip(NAMES.values(), _on_all_images(runs, _lead_in_epochs), strict=True)]
-    ours, theirs = ("literal", ("fifths",)), ("amari_scaled", ("fifths",))
-    letter = {"cifar10": runs.difference("cifar10", ours, theirs, PRIMARY, CONTROL["cifar10"])}
-    control = {dataset: _control(runs, dataset) for dataset in NAMES}
-    clear = f"{signed(-100 * CLEAR, 0)} % would be clear"
-    lines = [
-        f"Training loss in the first 40 % of the epochs, Sobolev K-FAC less K-FAC: {_listed(loss, DECIDE)}; {clear}.",
-        f"Final test accuracy in points, Sobolev K-FAC less K-FAC: {_listed(accuracy, DECIDE)}.",
-        f"Exploratory, the lead in training loss in epochs: {'; '.join(leads)}.",
-        f"Exploratory, this loss, Sobolev K-FAC less the method with permuted images: {_listed(control, CONTROL)}.",
-        "Exploratory, this loss, the method to the letter of the paper less K-FAC with the same inputs and schedule: "
-        f"{_listed(letter, CONTROL)}.",
+def answers(runs: Runs) -> str:
+    """The table of what decides: the protocol's endpoints and their words, and beside them what is exploratory."""
+    loss = [runs.claim(dataset, PRIMARY, seeds) for dataset, seeds in DECIDE.items()]
+    accuracy = [runs.claim(dataset, SECONDARY, seeds) for dataset, seeds in DECIDE.items()]
+    control = [_control(runs, dataset) for dataset in NAMES]
+    seeds, ten = [*DECIDE.values()], CONTROL["cifar10"]
+    letter = runs.difference("cifar10", ("literal", ("fifths",)), ("amari_scaled", ("fifths",)), PRIMARY, ten)
+    rows = [
+        [
+            f"training loss, mean of epochs to 40 %; {signed(-100 * CLEAR, 0)} % would be clear",
+            *map(_answer, loss, seeds),
+        ],
+        ["… in the words of the protocol", *(_NOT_RUN if one is None else verdict_on(one) for one in loss)],
+        ["… CIFAR-100 less CIFAR-10 (Welch)", "", _margin(*loss)],
+        ["final test accuracy, points", *map(_answer, accuracy, seeds)],
+        [
+            "… in the words of the protocol",
+            *(_NOT_RUN if one is None else _in_words(similar(one)) for one in accuracy),
+        ],
+        ["exploratory: the lead in training loss, in epochs", *_on_all_images(runs, _lead_in_epochs)],
+        ["exploratory: this loss, Sobolev K-FAC less the control", *map(_answer, control, CONTROL.values())],
+        ["exploratory: this loss, to the letter, less K-FAC with the same inputs", _answer(letter, ten), "not planned"],
     ]
-    return "\n".join(f"- {line}" for line in lines)
+    return markdown_table(["Sobolev K-FAC less K-FAC", *NAMES.values()], rows)
 
 
-def _listed(found: Mapping[str, Difference | None], planned: Mapping[str, Collection[int]]) -> str:
-    numbers = {
-        data: _NOT_RUN if one is None else one.short() + _partly(one, planned[data]) for data, one in found.items()
-    }
-    return "; ".join(f"{NAMES[dataset]} {number}" for dataset, number in numbers.items())
+def _answer(found: Difference | None, planned: Collection[int]) -> str:
+    return _NOT_RUN if found is None else found.short() + _partly(found, planned)
+
+
+def _in_words(alike: bool) -> str:
+    return "similar" if alike else "not similar"
+
+
+def _margin(ten: Difference | None, hundred: Difference | None) -> str:
+    """By how much δ is larger on CIFAR-100."""
+    if ten is None or hundred is None:
+        return _NOT_RUN
+    return bracketed((100 * number for number in margin_grows(ten, hundred)), 1, " %")
 
 
 def endpoints(runs: Runs) -> str:
@@ -326,19 +269,11 @@ def endpoints(runs: Runs) -> str:
             elif found is None:
                 rows.append([*names, f"{min(seeds)} to {max(seeds)}", _NOT_RUN, *5 * ["–"]])
             else:
-                alike = "similar" if similar(found) else "not similar"
-                words = verdict_on(found) if quantity is PRIMARY else alike
+                words = verdict_on(found) if quantity is PRIMARY else _in_words(similar(found))
                 rows.append([*names, *_numbers(found), words + _partly(found, seeds)])
             if every is not None and not set(every.seeds) <= set(seeds):
                 rows.append([NAMES[dataset], f"exploratory: {quantity.title}", *_numbers(every), "–"])
-    text = markdown_table(head, rows)
-    pair = [runs.claim(dataset, PRIMARY, DECIDE[dataset]) for dataset in ("cifar10", "cifar100")]
-    if pair[0] is None or pair[1] is None:
-        return f"{text}\n\nWhether the margin grows on CIFAR-100 is not known yet."
-    mean, low, high = margin_grows(pair[0], pair[1])
-    words = "grows" if high < 0 else "shrinks" if low > 0 else "is not shown to grow"
-    numbers = bracketed((100 * mean, 100 * low, 100 * high), 1, " %")
-    return f"{text}\n\nThe margin {words} on CIFAR-100: δ differs by {numbers} (95 %, Welch)."
+    return markdown_table(head, rows)
 
 
 def _numbers(found: Difference) -> list[str]:
@@ -501,8 +436,7 @@ def paper_figures(runs: Runs) -> str:
             end = group.accuracy.after(-1, 2)
             rows.append([*names, f"{len(side.seeds)}", f"{early:.4f}", end, _reached(runs, group)])
     head = ["figure", "images", "the paper prints", "curve", "seeds", PRIMARY.title, SECONDARY.title]
-    table = markdown_table([*head, "epoch at which the baseline's final test accuracy is reached"], rows)
-    return "\n\n".join([table, *(_schedule(runs, dataset) for dataset in NAMES)])
+    return markdown_table([*head, "epoch at which the baseline's final test accuracy is reached"], rows)
 
 
 def _end_of_baseline(runs: Runs, dataset: str, title: str = ACCURACY) -> Level | None:
@@ -517,22 +451,19 @@ def _reached(runs: Runs, group: Group) -> str:
     return "–" if level is None else "never" if epoch is None else f"{epoch}"
 
 
-def _schedule(runs: Runs, dataset: str) -> str:
-    """Whether the other schedule brings a benefit to the baseline, by the rule of the protocol."""
-    side, name, parts = runs.side(dataset, "amari", ("fifths",)), NAMES[dataset], []
-    for title in (LOSS, ACCURACY):
-        level = _end_of_baseline(runs, dataset, title)
-        saved = [] if level is None or side is None else list(level.saved(side.groups[0]).values())
-        if not saved:
-            return f"Whether the schedule helps the baseline on {name} is not known yet."
-        earlier = sum(epochs is not None and epochs > 0 for epochs in saved)
-        seeds, epochs = f"{earlier} of {len(saved)} seeds", ", ".join(map(epochs_saved, saved))
-        parts.append(f"final {title.removesuffix(', %')} of K-FAC with tenths earlier in {seeds} ({epochs} epochs)")
-    every = earlier == len(saved)  # of the test accuracy, which came last
-    return (
-        f"On {name}, K-FAC with fifths reaches the {' and the '.join(parts)}. The protocol calls the paper refuted "
-        f"only if every seed reaches the test accuracy earlier: {'it is' if every else 'it is not'}."
-    )
+def schedule(runs: Runs) -> str:
+    """Whether the other schedule brings a benefit to the baseline: how much earlier it gets to the end of tenths."""
+    rows = []
+    for dataset, name in NAMES.items():
+        side = runs.side(dataset, "amari", ("fifths",))
+        for title in (LOSS, ACCURACY):
+            level = _end_of_baseline(runs, dataset, title)
+            saved = [] if level is None or side is None else list(level.saved(side.groups[0]).values())
+            earlier = sum(epochs is not None and epochs > 0 for epochs in saved)
+            cells = [f"{earlier} of {len(saved)}", ", ".join(map(epochs_saved, saved))] if saved else [_NOT_RUN, "–"]
+            rows.append([name, f"final {title.removesuffix(', %')}", *cells])
+    head = ["images", "K-FAC with fifths reaches, of K-FAC with tenths, the", "earlier in seeds", "by epochs"]
+    return markdown_table(head, rows)
 
 
 def missing(runs: Sequence[Planned]) -> str:
@@ -553,16 +484,16 @@ def missing(runs: Sequence[Planned]) -> str:
 
 
 def save(found: Sequence[Group], left: Sequence[Planned], results: Path) -> str:
-    """``verdict.md`` and the tables beside it; the two sentences are returned."""
+    """``answers.md`` and the tables beside it, and ``verdict.json``; the first is returned."""
     runs = Runs(found)
-    text = " ".join(sentences(runs))
-    parts = {"verdict": text, "numbers": numbers(runs), "endpoints": endpoints(runs), "questions": questions(runs)}
-    parts |= {"robustness": robustness(runs), "figures": paper_figures(runs), "missing": missing(left)}
+    parts = {"answers": answers(runs), "endpoints": endpoints(runs), "questions": questions(runs)}
+    parts |= {"robustness": robustness(runs), "figures": paper_figures(runs), "schedule": schedule(runs)}
+    parts |= {"missing": missing(left)}
     for name, content in parts.items():
         (results / f"{name}.md").write_text(content + "\n")
     claims = {
         dataset: {q.name: d.paired.columns() for q in (PRIMARY, SECONDARY) if (d := runs.claim(dataset, q, seeds))}
         for dataset, seeds in DECIDE.items()
     }
-    write_json(results / "verdict.json", {"sentences": text, "claims": claims, "not_run": [r.name.key for r in left]})
-    return text
+    write_json(results / "verdict.json", {"claims": claims, "not_run": [r.name.key for r in left]})
+    return parts["answers"]
