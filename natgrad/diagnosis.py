@@ -14,6 +14,7 @@ from natgrad.lanczos import SpectralDensity, residual, spectral_density
 from natgrad.linalg import eigh, range_rounding
 from natgrad.model import check_slots, map_tensors
 from natgrad.pullbacks.pullback import Observer, Pullback, at, layers_of
+from natgrad.show import as_html, brief
 from natgrad.structures.base import Layout
 from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit
@@ -64,6 +65,9 @@ class Diagnosis:
     dtype: torch.dtype | None = None
     density: SpectralDensity | None = None
     rank_error: float = 0.0
+
+    __repr__ = brief
+    _repr_html_ = as_html
 
     @property
     def singular(self) -> bool:

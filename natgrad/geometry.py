@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 from natgrad.linalg import is_number
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model, batches_of
+from natgrad.show import brief
 
 Self = TypeVar("Self", bound="NamedTensors")
 
@@ -384,6 +385,8 @@ class Jacobian:
     """
 
     _batches: tuple[Linearisation, ...]
+
+    __repr__ = brief
 
     @cached_property
     def y(self) -> Tensor:

@@ -16,6 +16,7 @@ from natgrad.linalg import eigh, eigvalsh, gauss_rule, is_number
 from natgrad.model import check_slots
 from natgrad.output.metric import fresh_generator
 from natgrad.pullbacks.pullback import LoaderPullback, Pullback, memory_bound
+from natgrad.show import as_html
 from natgrad.structures.base import Operator
 from natgrad.structures.implicit import Implicit, ImplicitOperator
 
@@ -57,6 +58,8 @@ class SpectralDensity:
     zeros: int
     dtype: torch.dtype  # of the products
     exhausted: bool
+
+    _repr_html_ = as_html
 
     def trace_of(self, f: Callable[[Tensor], Tensor]) -> tuple[float, float]:
         """Σ f(λ) over all eigenvalues, and its standard error over the probes (Ubaru, Chen and Saad 2017).

@@ -28,6 +28,7 @@ from natgrad.isolation import unfused, untouched
 from natgrad.jet import Directions, Jet
 from natgrad.linalg import is_number
 from natgrad.model import eager, library_pass, mixing
+from natgrad.show import brief
 
 
 @final
@@ -44,6 +45,8 @@ class Derivatives:
     value: Tensor
     gradient: Tensor
     second: Tensor | None
+
+    __repr__ = brief
 
     @property
     def laplacian(self) -> Tensor:

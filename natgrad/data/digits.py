@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from natgrad.show import brief
+
 COUNT, PIXELS, LEVELS = 1797, 64, 16
 
 
@@ -23,6 +25,9 @@ class Examples(NamedTuple):
 
     images: Tensor
     labels: Tensor
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 class Digits(NamedTuple):

@@ -16,6 +16,7 @@ from natgrad.families.base import ExponentialFamily, Family, by_terms, expect, o
 from natgrad.families.domains import Corner, Domain, Simplex, Space, entry, first
 from natgrad.families.information import Information
 from natgrad.linalg import is_number
+from natgrad.show import brief
 
 
 @final
@@ -247,6 +248,9 @@ class Mask(NamedTuple):
 
     steps: Tensor | None = None
     actions: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 @final

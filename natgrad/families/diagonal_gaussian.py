@@ -24,6 +24,7 @@ from natgrad.families.base import (
 )
 from natgrad.families.domains import Concave, OpenBox
 from natgrad.families.information import Information
+from natgrad.show import brief
 
 Base = TypeVar("Base", bound=D.Distribution)
 
@@ -177,6 +178,8 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
     natural_domain = OpenBox(0.0)
     mean_domain = OpenBox(upper=0.0)
     support = C.real_vector
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         check_vector(self.m, "DiagonalGaussianKnownMean(m)")

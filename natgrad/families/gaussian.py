@@ -19,6 +19,7 @@ from natgrad.accelerate.devices import can_read
 from natgrad.families.base import ExponentialFamily, broadcast, check_event, check_vector, expect
 from natgrad.families.domains import Cone, Domain, Space, refuse_indefinite, refuse_non_finite
 from natgrad.families.information import Information
+from natgrad.show import brief
 
 
 def side(p: int, vectors: int) -> int:
@@ -218,6 +219,8 @@ class GaussianKnownMean(ExponentialFamily):
     mean_domain = Cone(lambda xi: -2 * square(xi), "the covariance −2ξ", 2.0)
     support = C.real_vector
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         check_vector(self.m, "GaussianKnownMean(m)")
 
@@ -298,6 +301,8 @@ class GaussianKnownCovariance(ExponentialFamily):
     natural_domain = Space()
     mean_domain = Space()
     support = C.real_vector
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if self.Σ.ndim != 2 or self.Σ.shape[0] != self.Σ.shape[1] or not self.Σ.is_floating_point():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import in_transform
+from natgrad.show import brief
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -47,6 +48,8 @@ class Information:
     flat: Linear
     sharp: Linear
     divides: bool = True
+
+    __repr__ = brief
 
     @staticmethod
     def by_autodiff(point: Tensor, axes: int, across: Linear, back: Linear) -> Information:

@@ -124,6 +124,9 @@ class LeastSquares:
         """The points of every class for a step."""
         return [each.residuals.draw() for each in self.classes]
 
+    def __repr__(self) -> str:
+        return f"LeastSquares({', '.join(each.name for each in self.classes)}; {self._model.size} parameters)"
+
     def cost(self, points: Sequence[Points] | None = None) -> float:
         """½‖r‖² at the parameters, at new points unless they are given."""
         at = self.draw() if points is None else points

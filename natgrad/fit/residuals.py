@@ -19,6 +19,7 @@ from natgrad.model import NETWORK_CHILD, Model, check_types, plain_name, tensors
 from natgrad.output.metric import Euclidean
 from natgrad.pullbacks.pullback import Batch, Observer, Pullback, layers_of
 from natgrad.residual_check import flat_activations, refuse_pairs
+from natgrad.show import brief
 
 Points: TypeAlias = Tensor | tuple[Tensor, ...] | None
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -50,6 +51,8 @@ class Residuals:
     points: Points | Callable[[], Points] = None
     weight: float = field(default=1.0, kw_only=True)
     reduction: Reduction = field(default="mean", kw_only=True)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if not callable(self.function):

@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.errors import IncompatibleError
 from natgrad.fit.jacobian import ColumnSpectrum, ResidualJacobian
 from natgrad.fit.residual_function import FlatUnknowns
+from natgrad.show import as_html
 
 _FEW = 20  # unknowns that are printed one by one
 _UNDETERMINED = 1e-6  # the share of a change of an unknown that others may make up for, if it has a variance
@@ -122,6 +123,8 @@ class FitResult:
     shortened: int = 0  # how many trial steps were shortened because residuals there were not finite
     variance: float | None = None  # of the residuals, if it is given and not estimated
     history: Sequence[Record] = field(default=(), repr=False)
+
+    _repr_html_ = as_html
 
     @property
     def success(self) -> Any:

@@ -16,6 +16,7 @@ from natgrad.model import Inputs, Model
 from natgrad.output.losses import Criterion
 from natgrad.output.metric import OutputMetric
 from natgrad.pullbacks.pullback import pullback
+from natgrad.show import as_html
 
 
 @final
@@ -47,6 +48,8 @@ class BasinVolume:
     sharpness: float
     rank_bounds: tuple[float, float]
     density: SpectralDensity
+
+    _repr_html_ = as_html
 
     def __str__(self) -> str:
         low, high = self.rank_bounds

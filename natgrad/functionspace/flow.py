@@ -17,6 +17,7 @@ from natgrad.model import Inputs, Model
 from natgrad.musical import natural_gradient
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
+from natgrad.show import brief
 from natgrad.solve.solvers import Pinv, Solver
 from natgrad.structures.base import Structure
 from natgrad.structures.dense import Dense
@@ -52,6 +53,8 @@ class Flow:
     outputs: Tensor
     params: dict[str, Tensor]
     steps: int  # of the integrator, accepted ones
+
+    __repr__ = brief
 
 
 def gradient_flow(

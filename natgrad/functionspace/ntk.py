@@ -21,6 +21,7 @@ from natgrad.output.metric import Euclidean
 from natgrad.pullbacks.pullback import Observer, memory_bound
 from natgrad.pullbacks.pullback import layers_of as layers_of_model
 from natgrad.pullbacks.rows import check_independent, examples, separable
+from natgrad.show import brief
 from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import name_of
 from natgrad.structures.kernel import Kernel, KernelOperator
@@ -226,6 +227,8 @@ class NTKOperator:
     left: Linearisation
     right: Linearisation
     inverse: Inverse | None = None
+
+    __repr__ = brief
 
     @staticmethod
     def of(

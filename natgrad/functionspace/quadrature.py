@@ -16,6 +16,7 @@ from natgrad.linalg import check_finite, check_positive, gauss_rule, is_number
 from natgrad.model import Inputs
 from natgrad.output.metric import Coupling, DerivedMetric, Euclidean, OutputMetric
 from natgrad.pullbacks.pullback import Pullback, pullback
+from natgrad.show import brief
 from natgrad.structures.implicit import Implicit
 
 _log = logging.getLogger("natgrad")
@@ -57,6 +58,8 @@ class Quadrature:
     nodes: Tensor  # [n d]
     weights: Tensor  # [n]
     gap: float | None = None
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if self.weights.ndim != 1 or self.nodes.ndim == 0 or len(self.nodes) != len(self.weights):
@@ -162,6 +165,8 @@ class Weighted(DerivedMetric):
 
     weights: Tensor  # [n]
     base: OutputMetric = field(default_factory=Euclidean)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, OutputMetric):

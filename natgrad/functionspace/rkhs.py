@@ -15,6 +15,7 @@ from natgrad.geometry import value_and_differential
 from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_finite, is_number
 from natgrad.model import check_slots
+from natgrad.show import brief
 
 _MEMORY = 2**32  # bytes of a Gram matrix
 
@@ -45,6 +46,8 @@ class KernelSum:
     kernel: ReproducingKernel
     centres: Tensor
     coefficients: Tensor
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if self.centres.ndim == 0 or self.coefficients.ndim == 0 or len(self.centres) != len(self.coefficients):
@@ -193,6 +196,9 @@ class FunctionalGradientDescent:
         self._function: KernelSum | None = None
         self._losses: tuple[Tensor, ...] = ()
         self._targets: torch.Size | None = None  # the shape of one
+
+    def __repr__(self) -> str:
+        return f"FunctionalGradientDescent({self.kernel!r}, step={self.step!r}, passes={self.passes})"
 
     @property
     def function(self) -> KernelSum:

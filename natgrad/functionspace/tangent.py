@@ -22,6 +22,7 @@ from natgrad.log import listed
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
 from natgrad.pullbacks.pullback import Observer, Pullback, layers_of
+from natgrad.show import brief
 from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
 
@@ -52,6 +53,8 @@ class PushforwardMetric:
     values: Tensor  # nonzero eigenvalues of Θ, [t]
     vectors: Tensor  # [(n k) t]
     precision: float  # of Θ
+
+    __repr__ = brief
 
     @staticmethod
     def of(kernel: Tensor) -> PushforwardMetric:
@@ -167,6 +170,8 @@ class TangentFrame:
     memory: int
     mixing: Tensor | None = None  # M [n t]
     params: Mapping[str, Tensor] = field(default_factory=dict)  # a copy of those at which the rows were computed
+
+    __repr__ = brief
 
     @staticmethod
     def of(pb: Pullback) -> TangentFrame:
@@ -439,6 +444,8 @@ class TangentSpace:
     frame: TangentFrame
     K: Tensor  # [n n]
     y: Tensor  # φ(x) [n *out]
+
+    __repr__ = brief
 
     @staticmethod
     def of(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from natgrad.errors import IncompatibleError
 from natgrad.log import listed
 from natgrad.model import unwrapped
+from natgrad.show import as_html, brief
 
 _log = logging.getLogger("natgrad")
 
@@ -93,6 +94,8 @@ class GradientPlan:
     """What steps every parameter: ``print(opt.plan())`` before training."""
 
     assignments: tuple[Assignment, ...]
+
+    __repr__, _repr_html_ = brief, as_html
 
     def __str__(self) -> str:
         adamw = [a.name for a in self.assignments if not a.is_matrix]

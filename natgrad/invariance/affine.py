@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from natgrad.rules.linear import padding
 from natgrad.rules.units import HiddenMap, State, unit_of
+from natgrad.show import brief
 
 AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -56,6 +57,8 @@ class Change:
 
     matrix: Tensor
     shift: Tensor
+
+    __repr__ = brief
 
     @staticmethod
     def scaled(space: Space, scale: float = 1.0, shift: float = 0.0) -> Change:
@@ -171,6 +174,8 @@ class Chosen(Bases):
     """
 
     layers: Mapping[str, Coordinates] = field(default_factory=dict)
+
+    __repr__ = brief
 
     def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
         return self.layers.get(name) or Original().of(name, inputs, outputs)

@@ -15,6 +15,7 @@ from natgrad.invariance.affine import Bases, Original
 from natgrad.invariance.reparametrise import reparametrise
 from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
 from natgrad.optim.optimizer import NaturalGradient
+from natgrad.show import as_html
 
 _NOISE = 100.0  # differences up to this multiple of those that one rounding causes count as rounding
 
@@ -40,6 +41,8 @@ class Certificate:
     moved: float
     tolerance: float = 1e-9
     rounding: tuple[float, ...] = ()
+
+    _repr_html_ = as_html
 
     @property
     def largest(self) -> float:
@@ -84,6 +87,8 @@ class Sweep:
     """
 
     certificates: Mapping[float, Certificate]
+
+    _repr_html_ = as_html
 
     def __str__(self) -> str:
         rows = [f"{damping:>8.0e}  {certificate.largest:.1e}" for damping, certificate in self.certificates.items()]

@@ -16,6 +16,7 @@ from natgrad.musical import natural_gradient
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.pullbacks.pullback import pullback
+from natgrad.show import as_html, brief
 from natgrad.solve.solvers import Pinv, Solver
 from natgrad.structures.base import Structure
 from natgrad.structures.kernel import Kernel
@@ -40,6 +41,9 @@ class Comparison:
     ranks: tuple[int, int]
     common: int
     on_model: tuple[Tensor, Tensor]  # dφ v_ξ and dψ v_θ [n *out]
+
+    __repr__ = brief
+    _repr_html_ = as_html
 
     @property
     def reparametrisation(self) -> bool:

@@ -19,6 +19,7 @@ from natgrad.model import Inputs, Model
 from natgrad.musical import natural_gradient
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.rules.base import trainable
+from natgrad.show import brief
 from natgrad.solve.solvers import Pinv, Solver
 from natgrad.structures.base import Structure
 
@@ -140,6 +141,8 @@ class Reparametrisation:
     parameter_gap: float
     on_model: tuple[Tensor, Tensor]  # dφ v_ξ and dψ v_θ [n *out]
     on_parameters: tuple[Vector, Vector]  # v_ξ and df v_θ
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         return f"gap on the model {self.model_gap:.2g}, on the parameters {self.parameter_gap:.2g}"

@@ -21,7 +21,7 @@ _SHELLS = 1000  # of omitted terms that an error is summed over; the rest is bel
 @final
 @dataclass(frozen=True)
 class TorusKernel(ReproducingKernel):
-    """The Sobolev kernel of functions that are periodic in every input: on a circle, or a product of circles.
+    """The Sobolev kernel of functions that are periodic in every input, such as angles.
 
     Args:
         nu: The smoothness ν > 0, any real number.

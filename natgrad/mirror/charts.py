@@ -25,6 +25,7 @@ from natgrad.errors import DomainError, NatgradError, NonFiniteError, UnsolvedEr
 from natgrad.families.base import ExponentialFamily
 from natgrad.families.domains import Domain, all_finite, entry, first
 from natgrad.families.information import Information
+from natgrad.show import brief
 
 # The two charts of an exponential family: natural parameters η, and mean parameters ξ = ∇log Z(η)
 
@@ -263,6 +264,8 @@ class Move:
     share: Tensor
     aim: Tensor  # the end point of the whole step, in the chart that moved
     shorter: str = "a smaller lr"
+
+    __repr__ = brief
 
     @property
     def shortened(self) -> Tensor:

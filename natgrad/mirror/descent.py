@@ -16,6 +16,7 @@ from natgrad.linalg import check_finite, check_positive, is_number
 from natgrad.mirror.geometry import Everywhere, Region, RiemannianMetric
 from natgrad.mirror.potentials import Potential
 from natgrad.model import check_slots
+from natgrad.show import brief
 
 Objective = Callable[[Tensor], Tensor]
 _ROUNDING = 4096  # units in the last place of f and of ⟨ω, x⟩
@@ -132,6 +133,8 @@ class Trace:
     descent: ProximalDescent
     start: Tensor
     attempts: tuple[Attempt, ...]
+
+    __repr__ = brief
 
     @property
     def points(self) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from natgrad.mirror.potentials import Potential, checked_square, dense, flattene
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import OutputMetric
 from natgrad.pullbacks.pullback import pullback
+from natgrad.show import brief
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense
@@ -181,6 +182,8 @@ class PulledBack(RiemannianMetric):
     damping: float = 0.0
     target: Any = None
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         check_slots(metric=(self.metric, OutputMetric), structure=(self.structure, Structure))
         check_slots(solver=(self.solver, Solver))
@@ -300,6 +303,8 @@ class Box(Region):
 
     lower: Tensor
     upper: Tensor
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if self.lower.shape != self.upper.shape or not bool((self.lower < self.upper).all()):

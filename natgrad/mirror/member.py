@@ -13,6 +13,7 @@ from natgrad.errors import DomainError
 from natgrad.families.base import ExponentialFamily
 from natgrad.mirror.charts import Chart, NaturalChart
 from natgrad.model import check_slots
+from natgrad.show import brief
 
 _NATURAL = NaturalChart()
 
@@ -93,6 +94,8 @@ class Online:
     family: ExponentialFamily
     xi: Tensor
     count: float
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if not self.count > 0:

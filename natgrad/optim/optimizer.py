@@ -51,7 +51,7 @@ from natgrad.optim.update import (
     plain_step,
     refuse_two_momenta,
 )
-from natgrad.output.losses import Criterion, metric_of
+from natgrad.output.losses import NO_LOSS, Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullbacks.pullback import Observer, layers_of
 from natgrad.rules.base import Rule
@@ -168,7 +168,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        metric: OutputMetric | Criterion,
+        metric: OutputMetric | Criterion = NO_LOSS,
         *,
         structure: Structure = _DENSE,
         solver: Solver = _CHOLESKY,
@@ -302,15 +302,14 @@ class NaturalGradient(torch.optim.Optimizer):
         first, rest = super().__repr__().split("\n", 1)
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
         tracker, solver = self.tracker, self.preconditioner.solver
-        slots = {"metric": tracker.metric, "structure": tracker.schedule, "solver": solver, "step": self.rule}
-        lines = [first, *(f"{slot}: {value!r}" for slot, value in slots.items())]
-        lines[-1] += closure
+        parts = [f"solver: {solver!r}", f"step: {self.rule!r}{closure}"]
         if isinstance(self.preconditioner.damping, Relative):
-            lines.append("damping: relative to the mean eigenvalue of every factor")
-        lines.append(f"momentum: on {self._momentum}")
+            parts.append("damping: relative to the mean eigenvalue of every factor")
+        parts.append(f"momentum: on {self._momentum}")
         if count := sum(map(len, self._division[1])):
-            lines.append(f"fallback: AdamW for {count} of {len(self._params)} parameters")
-        return "\n".join([*lines, rest])
+            parts.append(f"fallback: AdamW for {count} of {len(self._params)} parameters")
+        slots = [f"metric: {tracker.metric!r}", f"structure: {tracker.schedule!r}", "; ".join(parts)]
+        return "\n".join([first, *slots, rest])
 
     @property
     def needs_closure(self) -> bool:

@@ -18,7 +18,7 @@ from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
 from natgrad.output.batch_gradient import BatchGradient
 from natgrad.output.fubini_study import FubiniStudy
-from natgrad.output.losses import Criterion, metric_of
+from natgrad.output.losses import NO_LOSS, Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullbacks.layer import LARGEST
@@ -69,7 +69,7 @@ def _with_arguments_of(
 
 def KFAC(
     model: nn.Module,
-    metric: OutputMetric | Criterion,
+    metric: OutputMetric | Criterion = NO_LOSS,
     *,
     lr: float = 0.1,
     damping: Damping = 1e-2,
@@ -221,7 +221,7 @@ def EKFAC(**arguments: Any) -> NaturalGradient:
 
 def SobolevKFAC(
     model: nn.Module,
-    metric: OutputMetric | Criterion,
+    metric: OutputMetric | Criterion = NO_LOSS,
     *,
     nu: float = 1.5,
     lengthscale: float | Tensor | Lengthscale = _QUARTER,

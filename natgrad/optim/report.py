@@ -19,8 +19,10 @@ from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.update import like
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operation_layers import is_operation
+from natgrad.show import as_html, brief
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
+from natgrad.step.self_tuned import SelfTuned
 from natgrad.structures.base import Cost
 from natgrad.structures.layered import LATE, Layered, LayerOperator, LayerSpectrum
 from natgrad.structures.refresh import Refresh
@@ -78,6 +80,8 @@ class Plan:
     schedule: Refresh
     element: int  # bytes a number
     notes: tuple[str, ...]
+
+    __repr__, _repr_html_ = brief, as_html
 
     @property
     def uncovered(self) -> tuple[str, ...]:
@@ -266,10 +270,12 @@ def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]], momentum_on: 
     before = "covectors (m ← μm + (1 − μ)ω, before the metric)"
     corrected = "covectors (m ← μm + (1 − μ)ω, corrected for its start, before the metric)"
     space = {"steps": "vectors (m ← μm + v, v after the metric)", "gradients": before}.get(momentum_on, corrected)
-    return (
-        f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of {space}, "
-        f"weight decay {decay} (decoupled)"
-    )
+    rates = f"lr {numbers['lr']}, momentum {numbers['momentum']} in the space of {space}"
+    if isinstance(getattr(rule, "rule", rule), SelfTuned):
+        rates = "it chooses learning rate, momentum and damping" + f"; lr {numbers['lr']} is of the decay" * (
+            decay != "0"
+        )
+    return f"step: {rule!r}{closure}; {rates}, weight decay {decay} (decoupled)"
 
 
 def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
@@ -398,6 +404,8 @@ class Diagnostics:
     inverse_age: int | None
     step: float
     accepted: bool
+
+    __repr__, _repr_html_ = brief, as_html
 
     def __str__(self) -> str:
         heads = ("parameters", "cond S", "cond A", "damped", "damping", "rank S", "rank A", "dead units", "step")

@@ -34,6 +34,9 @@ _WIDEST = 4096  # outputs of an example whose Hessian is computed
 _ROUNDING = 1e-3  # of single precision in a sum that is zero, over its terms; √ε where that is more
 
 
+NO_LOSS: Any = None  # where no loss is given, for an error that says more than Python's
+
+
 def metric_of(
     loss: OutputMetric | Criterion,
     *,
@@ -88,6 +91,11 @@ def metric_of(
         raise ValueError("weights= are those of several losses, of a dict or tuple: one loss has none")
     if isinstance(loss, OutputMetric):
         return loss
+    if loss is None:
+        raise TypeError(
+            "missing the loss: give the one you train after the model, such as KFAC(model, nn.CrossEntropyLoss()), "
+            "or a metric on the outputs"
+        )
     if isinstance(loss, type) or not callable(loss):
         check_slots(metric=(loss, OutputMetric))  # raises
     check_samples(samples)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.accelerate.moments import add_gram_, mirror_
 from natgrad.accelerate.temporaries import TEMPORARY, at_once
+from natgrad.show import brief
 
 _LINE = 16  # numbers
 
@@ -32,6 +33,8 @@ class Factors:
 
     a: Tensor  # [n r c i]
     g: Tensor  # [k n r c o]
+
+    __repr__ = brief
 
     @staticmethod
     def of_rows(rows: Tensor) -> Factors:

@@ -17,6 +17,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.factors import Factors, slices
 from natgrad.rules.base import Keys, Rule, check_packing, trainable
 from natgrad.rules.features import Features, Moment
+from natgrad.show import brief
 
 
 @final
@@ -58,6 +59,8 @@ class Block:
     rule: Rule | None = None
     modules: tuple[nn.Module, ...] = ()
     facets: tuple[Facet, ...] = ()
+
+    __repr__ = brief
 
     @cached_property
     def kinds(self) -> tuple[Block, ...]:

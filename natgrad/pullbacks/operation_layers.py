@@ -182,7 +182,7 @@ class ParameterGroup(nn.Module):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Slice(Features):
     """x [*k n r c d] of some of the groups C and coordinates D of a layer: a slice of a weight, one expert of a stack.
 

@@ -39,6 +39,7 @@ from natgrad.pullbacks.rows import (
 from natgrad.pullbacks.tape import Cotangents, Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
+from natgrad.show import brief
 
 
 @final
@@ -223,13 +224,15 @@ class Pullback:
     unreached: frozenset[str]
     reasons: Mapping[str, str]
     memory: int  # bytes that a structure may occupy
-    recorded: Tape | None  # of the pass; None after ``release``
-    record_again: Callable[[], Tape]
-    operations: OperationLayers
-    logger: OnceLogger
-    graph_cache: GraphCache[None] | None = None  # CUDA graphs of second moments, for a model that is used repeatedly
+    recorded: Tape | None = field(repr=False)  # of the pass; None after ``release``
+    record_again: Callable[[], Tape] = field(repr=False)
+    operations: OperationLayers = field(repr=False)
+    logger: OnceLogger = field(repr=False)
+    graph_cache: GraphCache[None] | None = field(default=None, repr=False)  # CUDA graphs of second moments
     coupled: Coupling | None = None  # C [n m] and K in float64: C may be large, and what it multiplies nearly cancel
-    versions: Mapping[str, int] = field(default_factory=dict)  # of the parameters, where they are watched
+    versions: Mapping[str, int] = field(default_factory=dict, repr=False)  # of the parameters, where they are watched
+
+    __repr__ = brief
 
     def check_current(self, before: str = "estimate") -> None:
         """Refuse parameters that were written to after the pass: J would be there, and h where they were before.
@@ -489,6 +492,8 @@ class LoaderPullback:
 
     observer: Observer
     loader: DataLoader[Any]
+
+    __repr__ = brief
 
     @staticmethod
     def of(observer: Observer, loader: DataLoader[Any], target: Any) -> LoaderPullback:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.modules import parameters_in
 from natgrad.model import map_tensors
 from natgrad.rules.features import DenseFeatures, Features
+from natgrad.show import brief
 
 Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
 
@@ -33,6 +34,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     training: bool = False
+
+    __repr__ = brief
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Call:
         """The same call with other tensors."""

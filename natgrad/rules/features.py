@@ -43,6 +43,7 @@ from natgrad.accelerate.patches import (
     positions,
 )
 from natgrad.accelerate.temporaries import at_once
+from natgrad.show import brief
 
 Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywhere, or u_n after examples were combined
 
@@ -66,8 +67,7 @@ class Moment:
     count: int | Tensor
     rows: Rows | None = None
 
-    def __repr__(self) -> str:
-        return f"Moment(total={self.total}, count={self.count})"
+    __repr__ = brief
 
     def __add__(self, other: Moment) -> Moment:
         """The sum over the positions of both."""
@@ -133,6 +133,8 @@ class Features(ABC):
     Method:
         x [*k n r c d]. Only ``dense`` and ``_map`` are needed; the rest may be done faster.
     """
+
+    __repr__ = brief
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -231,7 +233,7 @@ class Features(ABC):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DenseFeatures(Features):
     """Features as one tensor.
 
@@ -240,8 +242,8 @@ class DenseFeatures(Features):
         valid: A mask [n r c], zero at masked positions, where x is zero too.
 
     Example:
-        >>> DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
-        Moment(total=tensor([[[5.]]]), count=2)
+        >>> DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment().total
+        tensor([[[5.]]])
     """
 
     x: Tensor
@@ -283,7 +285,7 @@ class DenseFeatures(Features):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Counted(Features):
     """Rows or entries of which only the positions with ``counted`` [n r] count: padding is in no sum and no mean.
 
@@ -325,7 +327,7 @@ class Counted(Features):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rows(Features):
     """Features of a linear layer: rows of one group.
 
@@ -378,7 +380,7 @@ class Rows(Features):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Patches(Features):
     """Features of a convolution: what every output position reads.
 
@@ -462,7 +464,7 @@ class Patches(Features):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Entries(Features):
     """Features of gains and offsets: every entry is a group of its own.
 
@@ -525,7 +527,7 @@ class Entries(Features):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OneHot(Features):
     """Features of lookups: one coordinate of a position is not zero.
 
@@ -602,7 +604,7 @@ class OneHot(Features):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Joined(Features):
     """The uses of one layer, one after the other along r."""
 

@@ -135,7 +135,7 @@ class RMSNormRule(TrailingNormRule):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ChannelEntries(Features):
     """x̂ = scale x + shift of x [n c r], with scale and shift [n c] or [1 c]. Its moments do not need x̂ itself.
 

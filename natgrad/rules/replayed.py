@@ -22,6 +22,7 @@ from natgrad.accelerate.moments import single
 from natgrad.rules.base import Call, Keys, Rule, matrices, matrices_shape, pack_matrices, plain, trainable
 from natgrad.rules.features import DenseFeatures, Features
 from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_of
+from natgrad.show import brief
 
 
 class Replayed(Rule):
@@ -64,6 +65,8 @@ class Replay(ABC):
     outputs: tuple[Tensor, ...]
     layers: Mapping[str, DenseFeatures]
 
+    __repr__ = brief
+
     @abstractmethod
     def pull(self, g: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Cotangents [k n r c o] of every layer from those of the outputs [k *output], by the names of the parameters.
@@ -93,7 +96,7 @@ def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphReplay(Replay):
     """A replay of a module whose cotangents are taken by autograd.
 
@@ -700,7 +703,7 @@ class _Sequences:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _RecurrentReplay(Replay):
     """All layers and directions in the order of the states."""
 
@@ -725,7 +728,7 @@ class _RecurrentReplay(Replay):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _CellReplay(Replay):
     """One step."""
 

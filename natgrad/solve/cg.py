@@ -111,7 +111,7 @@ class CG(Solver):
 
 
 @final
-@dataclass
+@dataclass(repr=False)
 class CGInverse(Inverse):
     """The system, ready to be solved for any ω; it remembers the last solution and how the solve ended.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.accelerate.fused import pairing, scale_, scale_each_
 from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.geometry import Covector, Vector
+from natgrad.show import brief
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
 
@@ -48,6 +49,8 @@ class Step:
     velocity: Vector | None = None
     converged: bool = False
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         """A covector is no displacement: a metric has to turn it into a vector."""
         for name, value in (("displacement", self.displacement), ("velocity", self.velocity)):
@@ -75,6 +78,8 @@ class ResidualSpace:
     solve: Callable[[Tensor, float], Vector]
     push: Callable[[Vector], Tensor]
     second: Callable[[Vector], Tensor]
+
+    __repr__ = brief
 
 
 @final
@@ -120,6 +125,8 @@ class StepContext:
     loss_at: Loss | None = None
     residuals: ResidualSpace | None = None
     at_rest: Callable[[Vector], Vector] = lambda v: v  # v, with zeros for parameters that are not to move
+
+    __repr__ = brief
 
     @cached_property
     def decayed(self) -> Mapping[str, Tensor]:

@@ -19,6 +19,7 @@ from natgrad.model import Inputs, Model, count_examples, evaluating, map_tensors
 from natgrad.output.metric import OutputMetric
 from natgrad.pullbacks.pullback import Batch
 from natgrad.pullbacks.rows import number_examples, separable
+from natgrad.show import brief
 from natgrad.step.geodesic import christoffel_at
 
 _FEWEST = 256  # examples in a part of a batch, where the batch has them
@@ -39,6 +40,8 @@ class BatchQueries:
 
     passes: Sequence[tuple[Batch, OutputMetric]]
     mean: Callable[[Sequence[Tensor], int], list[Tensor]]
+
+    __repr__ = brief
 
     def christoffel(self, v: Vector) -> Covector:
         """Γ♭(v, v) at the current parameters."""

@@ -38,6 +38,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
+from natgrad.show import brief
 
 
 @final
@@ -55,6 +56,8 @@ class Layout:
 
     like: dict[str, Tensor]  # tensors on the meta device: shapes without values
     dtype: torch.dtype
+
+    __repr__ = brief
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Layout:
@@ -292,6 +295,8 @@ class Operator(ABC):
     by_layer: ClassVar[bool] = False  # whether ``output_gram`` needs no rows of all parameters
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
+
+    __repr__ = brief
 
     @property
     def device(self) -> torch.device:
@@ -542,6 +547,8 @@ class Inverse(ABC):
 
     layout: Layout
 
+    __repr__ = brief
+
     @abstractmethod
     def solve(self, ω: Tensor) -> Tensor:
         """v [p] from ω [p]."""
@@ -598,7 +605,7 @@ class Inverse(ABC):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DualMetric(Inverse):
     """An inverse that is an operator of the same structure as the metric, f(G): what ``Operator.map`` returns."""
 
@@ -635,7 +642,7 @@ class DualMetric(Inverse):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IdentityInverse(Inverse):
     """The inverse of G⁰ = 1, whatever G is: it changes the type, and no number."""
 
@@ -715,7 +722,7 @@ def constant(structure: Structure, model: Model) -> IdentityOperator | None:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IdentityOperator(Operator):
     """G⁰ = 1, whatever G is: ♭ and ♯ change the type, and no number.
 

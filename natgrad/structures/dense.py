@@ -153,7 +153,7 @@ class MatrixOperator(Operator):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DenseOperator(MatrixOperator):
     """A metric as a matrix, every entry of it.
 
@@ -196,7 +196,7 @@ class DenseOperator(MatrixOperator):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockDenseOperator(MatrixOperator):
     """A metric as one matrix for every layer.
 
@@ -484,7 +484,7 @@ class BlockInverse(Inverse):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CholeskyInverse(BlockInverse):
     """(G_b + λ)⁻¹ of every block by its Cholesky factor L; its root is L⁻ᵀ."""
 
@@ -513,7 +513,7 @@ class CholeskyInverse(BlockInverse):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PowerInverse(BlockInverse):
     """(G_b + λ)^-p of every block by its root; zero of a block of zeros with relative damping.
 
@@ -536,7 +536,7 @@ class PowerInverse(BlockInverse):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PseudoInverse(BlockInverse):
     """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W.
 

@@ -31,7 +31,7 @@ _WHAT = "the diagonal metric"
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DiagonalOperator(Operator):
     """A metric as its diagonal.
 

@@ -227,7 +227,7 @@ def _zeros(block: Block, dtype: torch.dtype) -> Tensor:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EigenKroneckerOperator(LayerOperator):
     """A metric as eigenvectors and eigenvalues of every layer.
 

@@ -60,7 +60,7 @@ class Implicit(Structure):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ImplicitOperator(RootedOperator):
     """A metric as products with vectors alone.
 
@@ -153,7 +153,7 @@ class ImplicitOperator(RootedOperator):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HessianOperator(Operator):
     """The Hessian of a loss as products with vectors; it need not be positive.
 

@@ -103,7 +103,7 @@ class Kernel(Structure):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KernelOperator(RootedOperator):
     """A metric as its rows, in the factors of the layers: exact, and cheap for few examples.
 
@@ -392,7 +392,7 @@ class KernelRange:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KernelPseudoInverse(Inverse):
     """G⁺ω = Rᵀ (RRᵀ)⁺² R ω; with a weight W⁻¹Rᵀ (RW⁻¹Rᵀ)⁺² R W⁻¹ω, the solution of G v = ω of least ‖v‖_W."""
 
@@ -467,7 +467,7 @@ class PushThrough:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PushThroughInverse(Inverse):
     """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e."""
 
@@ -548,7 +548,7 @@ def _pad(t: Tensor, dim: int, size: int) -> Tensor:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RowStack(RootedOperator):
     """G = RᵀR with the rows R [m p] of several kernels, one below the other, the rows of each times its ``scale``.
 

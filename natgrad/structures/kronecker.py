@@ -411,7 +411,7 @@ class KroneckerInBackward:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KroneckerOperator(LayerOperator):
     """A metric as two small matrices for every layer.
 
@@ -621,7 +621,7 @@ class KroneckerOperator(LayerOperator):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProductInverse(LayerInverse):
     """v = S^-p W A^-p, damped. The inverses lie in one stack for each batch of layers, and are refreshed there."""
 

@@ -1016,7 +1016,7 @@ def sides_of(inverse: Inverse) -> Mapping[str, Sides] | None:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpectralInverse(LayerInverse):
     """v = Q (d ⊙ QᵀWP) Pᵀ with the eigenvectors Q of S and P of A, and the inverse d of each damped eigenvalue."""
 
@@ -1195,7 +1195,7 @@ class SpectralInverse(LayerInverse):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WeightedInverse(LayerInverse):
     """The solution of G v = ω of least ‖v‖_W in every layer, for a diagonal weight W that need not be a product.
 

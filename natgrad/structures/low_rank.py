@@ -106,7 +106,7 @@ class LowRank(Structure):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LowRankOperator(Operator):
     """A metric as its leading eigenpairs and a floor.
 

@@ -37,7 +37,7 @@ class Columns:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WoodburyInverse(Inverse):
     """(E + RᵀR)⁻¹ω = E⁻¹(ω − Rᵀ(1 + RE⁻¹Rᵀ)⁻¹RE⁻¹ω) for a diagonal E, Woodbury's identity."""
 
@@ -88,7 +88,7 @@ class WoodburyInverse(Inverse):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RangeInverse(Inverse):
     """One number outside the range of the orthonormal rows R, one for every row inside: d (1 − RᵀR) + Rᵀdiag(s) R."""
 

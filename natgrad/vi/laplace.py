@@ -25,6 +25,7 @@ from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
 from natgrad.output.metric import Euclidean, Fisher, OutputMetric, fresh_generator
 from natgrad.pullbacks.pullback import LoaderPullback, Observer, Pullback, layers_of
 from natgrad.pullbacks.rows import check_independent, examples, separable
+from natgrad.show import as_html, brief
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
@@ -48,6 +49,8 @@ class Predictive:
 
     mean: Tensor
     covariance: Tensor
+
+    __repr__ = brief
 
     @property
     def variance(self) -> Tensor:
@@ -128,6 +131,8 @@ class Laplace:
     _noise: float | Tensor | None
     _inverse: Inverse | None
 
+    _repr_html_ = as_html
+
     def __init__(
         self,
         model: nn.Module | Model,
@@ -153,6 +158,10 @@ class Laplace:
         self._spectrum = SharedSpectrum(self.operator)
         self._metric, self._scale = metric, _scale_of(metric)  # σ₀ that G was estimated with
         self._assume(prior_precision, self._scale)
+
+    def __repr__(self) -> str:
+        size, δ = self.operator.layout.size, float(self.prior_precision)
+        return f"Laplace({type(self.operator).__name__}, {size} parameters, {self.examples} examples, δ = {δ:.4g})"
 
     def with_prior(self, prior_precision: float | Tensor) -> Laplace:
         """The same with another δ: G is not estimated again, and Kronecker factors are diagonalised once for all."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from natgrad.errors import NonFiniteError
 from natgrad.families.domains import time_to_singular
 from natgrad.linalg import check_finite, cholesky
+from natgrad.show import brief
 from natgrad.vi.laplace import check_precision
 from natgrad.vi.likelihoods import Likelihood
 from natgrad.vi.posterior import check_rate
@@ -45,6 +46,8 @@ class Step:
     asked: float
     taken: Tensor  # [] or [*batch], on the device: nobody has to wait for it
     bound: str  # the bound that shortened it
+
+    __repr__ = brief
 
     @property
     def shortened(self) -> bool:

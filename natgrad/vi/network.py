@@ -154,6 +154,9 @@ class VariationalNetwork:
         self._view = Observer(self.model, metric, layers_of(self.model), self.generator)
         self._posterior: tuple[Operator, Inverse] | None = None
 
+    def __repr__(self) -> str:
+        return f"VariationalNetwork({self.metric!r}, {self.structure!r}, {self.prior!r})"
+
     @property
     def operator(self) -> Operator:
         """G, averaged over the steps."""

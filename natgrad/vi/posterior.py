@@ -16,6 +16,7 @@ from natgrad.families.base import ExponentialFamily
 from natgrad.linalg import svd
 from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, along
 from natgrad.model import check_slots
+from natgrad.show import brief
 
 LogDensity: TypeAlias = Callable[[Tensor], Tensor]
 _SHORTEN = Shorten()
@@ -253,6 +254,8 @@ class Posterior:
     prior: Tensor | None = None
     sites: Tensor | None = None
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         check_slots(family=(self.family, ExponentialFamily))
         if self.log_density is None and self.prior is None:
@@ -378,6 +381,8 @@ class Fit:
     eta: Tensor
     elbo: Tensor
     reasons: dict[int, tuple[str, ...]]
+
+    __repr__ = brief
 
 
 def fit(

@@ -147,6 +147,12 @@ def test_a_rule_that_needs_a_closure_says_so_at_construction(
             opt.step()
 
 
+@pytest.mark.parametrize("make", [ng.NaturalGradient, ng.KFAC, ng.EKFAC, ng.SobolevKFAC])
+def test_a_loss_that_is_not_given_is_missed_by_its_name(make: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"missing the loss: give the one you train .* such as KFAC\(model, nn\."):
+        make(nn.Linear(2, 2))
+
+
 def test_repr_names_all_choices_and_the_numbers_of_the_groups() -> None:
     text = repr(_linear(structure=ng.Refresh(ng.Diagonal(), every=3), lr=0.25))
     for part in (
@@ -218,7 +224,7 @@ def test_every_option_is_a_keyword_with_a_visible_default(make: Callable[..., ng
 
 def test_repr_tells_where_momentum_is_what_is_relative_and_what_adamw_steps() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    lines = repr(natural_of_outputs(model, ng.Euclidean())).splitlines()
+    lines = repr(natural_of_outputs(model, ng.Euclidean())).replace("\n", "; ").split("; ")
     assert "damping: relative to the mean eigenvalue of every factor" in lines
     assert "momentum: on gradients" in lines
     assert "fallback: AdamW for 2 of 4 parameters" in lines

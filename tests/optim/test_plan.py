@@ -218,7 +218,11 @@ def test_parameters_of_one_module_that_a_pass_takes_apart_have_rows_of_their_own
         ({"early": False}, "estimated every 10 steps, averaged with decay 0.95, inverted every 100 steps\n"),
         ({"metric_every": 1, "inverse_every": 1, "decay": 0.0}, "estimated every step, inverted when it has changed"),
         ({"weight_decay": 0.1}, "weight decay 0.1 (decoupled)"),
-        ({"step": ng.SelfTuned()}, "which needs opt.step(closure)"),
+        (
+            {"step": ng.SelfTuned()},
+            "which needs opt.step(closure); it chooses learning rate, momentum and damping, weight",
+        ),
+        ({"step": ng.SelfTuned(), "weight_decay": 0.1}, "; lr 0.1 is of the decay, weight decay 0.1 (decoupled)"),
         ({}, "metric: Fisher(family=Categorical(axis=-1), samples=1"),
     ],
 )
