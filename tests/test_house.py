@@ -201,7 +201,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3113,
     "output": 1175,
-    "pullbacks": 4462,
+    "pullbacks": 4403,
     "rules": 1508,
     "solve": 244,
     "step": 840,

@@ -4,8 +4,7 @@ In training mode a batch normalisation ties the outputs of one example to all ot
 Jacobian. The metric treats the mean μ and the variance σ² of the batch as constants, so that every example passes
 through its own affine map z = γ (x − μ)/√(σ² + ε) + β; the user's backward pass is not changed.
 
-Where all modules of a model that normalise are torch's own, their outputs are z, and hooks on them do it. A module with
-a forward of its own, or a function, is recognised by the operation that it calls (``NormMode``).
+A batch normalisation is recognised by the operation that is called (``NormMode``), in whatever module or function.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.accelerate.autograd import divert
 from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
-from natgrad.rules.base import Call, plain
+from natgrad.rules.base import Call
 from natgrad.rules.norm import STATISTICS, batch_statistics
 
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _UNKNOWN = (
     "{}: in training mode the outputs of one example depend on the others, and natgrad cannot take these statistics "
     "for constants, because it sees no call of torch.nn.functional.batch_norm. Call that in its forward, use "
@@ -42,9 +40,9 @@ class Statistics:
     """A backward pass of every batch normalisation that treats the batch statistics as constants, beside the true one.
 
     >>> layer, statistics = nn.BatchNorm1d(1), Statistics()
-    >>> handles = statistics.watch({"norm": layer})
     >>> x = torch.tensor([[-1.0], [1.0]], requires_grad=True)
-    >>> y = layer(x)
+    >>> with NormMode(statistics, {"norm": layer}, lambda *call: None, None, lambda: True):
+    ...     y = layer(x)
     >>> torch.autograd.grad(y[0], x, retain_graph=True)[0].abs().max() < 1e-4  # the batch moves along
     tensor(True)
     >>> with statistics.constant():
@@ -70,18 +68,6 @@ class Statistics:
             yield
         finally:
             self.frozen, self.affine = before
-
-    def watch(self, norms: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Hooks on those of these ``shows_output`` modules that use batch statistics now."""
-        in_use = [(name, m) for name, m in norms.items() if uses_batch(m)]
-        hooks = [(m, partial(self._fork_output, _label(name, m))) for name, m in in_use]
-        return [m.register_forward_hook(hook, prepend=True, with_kwargs=True) for m, hook in hooks]
-
-    def _fork_output(
-        self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor
-    ) -> Tensor | None:
-        layer = cast(_BatchNorm, module)
-        return self.fork(label, z, Call(args, kwargs).x, layer.weight, layer.eps) if z.requires_grad else None
 
     def fork(
         self, label: str, z: Tensor, x: Tensor, weight: Tensor | None, eps: float, moments: Moments | None = None
@@ -127,21 +113,8 @@ def refuse_unknown(modules: Sequence[str]) -> None:
         raise BatchStatisticsError(_UNKNOWN.format(", ".join(modules)))
 
 
-def shows_output(module: nn.Module) -> bool:
-    """Whether a module returns the normalisation of its input by the statistics of its own batch, and nothing else."""
-    return any(plain(module, kind, "weight", "bias") for kind in _KINDS) and not _syncs(module)
-
-
 def uses_batch(module: nn.Module) -> bool:
     return batch_statistics(cast(_BatchNorm, module), module.training)
-
-
-def _syncs(module: nn.Module) -> bool:
-    """Whether the statistics are those of the batches of several processes."""
-    distributed = torch.distributed
-    if not isinstance(module, nn.SyncBatchNorm) or not distributed.is_available() or not distributed.is_initialized():
-        return False
-    return module.training and distributed.get_world_size(module.process_group) > 1
 
 
 @final
@@ -173,9 +146,11 @@ class NormMode(TorchFunctionMode):
         self.unknown: list[str] = []  # modules in training mode in which no batch normalisation was seen
         self.handles: list[RemovableHandle] = []
         for name, module in norms.items():
-            self.handles.append(
-                module.register_forward_pre_hook(partial(self._begin, _label(name, module)), prepend=True)
-            )
+            label = _label(name, module)
+            if name:
+                self.handles.append(module.register_forward_pre_hook(partial(self._begin, label), prepend=True))
+            else:  # the model itself, whose own hooks may have begun the pass
+                self._running.append([module, label, False])
             self.handles.append(module.register_forward_hook(self._end, prepend=True))
 
     def enter(self) -> None:

@@ -37,7 +37,7 @@ from natgrad.accelerate.modules import uncompiled
 from natgrad.errors import NatgradError
 from natgrad.jet import Jet, homogeneous
 from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, refuse_nested, tensors_of
-from natgrad.pullbacks.batch_norm import NormMode, Statistics, refuse_unknown, shows_output, uses_batch
+from natgrad.pullbacks.batch_norm import NormMode, Statistics, refuse_unknown
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operations import Operation, OperationRecorder
 from natgrad.pullbacks.row_examples import BatchAxis
@@ -210,21 +210,15 @@ class Recorder:
         self.uses, self.statistics, self._stopped = [], Statistics(), False
         named, watch = self._model.batch_norms, self._watch
         norms = set(named.values())
-        in_modules = not operations and all(map(shows_output, norms))
-        if in_modules:
-            # Before the hooks of the layers, so that the edge of a normalisation is that of the output with constant
-            # statistics.
-            self._handles += self.statistics.watch(named)
         for layer in self._rules:
-            if layer not in norms or in_modules:
-                # First, because another forward hook may replace the output of the layer.
-                self._hooks.put(layer, watch, first=layer not in norms or not uses_batch(layer))
+            if layer not in norms:
+                self._hooks.put(layer, watch, first=True)  # as another forward hook may replace the output of the layer
         self._operations = None
         if operations:
             self._operations = OperationRecorder(tensors_of(x))
             self._operations.enter()
         self._unknown = []
-        if not in_modules:
+        if norms or operations:
             recorded = self._operations if self._model.constant_statistics else None
             is_data = None if recorded is None else recorded.is_data
             self._norms = NormMode(self.statistics, named, self._normalised, is_data, self._listens)
@@ -595,6 +589,18 @@ def _receive_from_user(receive: Callable[..., None], *arrived: Any) -> None:
         receive(*arrived)
 
 
+_TWICE_IN_OURS = (
+    "a backward pass through the model came twice to the outputs of {}: a hook on a tensor runs a pass of its own "
+    "through the layers (do so in the backward of a torch.autograd.Function), or a second optimizer of natgrad was "
+    "made for this model (delete one of them)"
+)
+_TWICE_IN_THEIRS = (
+    "two backward passes came to the outputs of {} in one forward pass: call backward once, on the sum of the losses. "
+    "If the loss has derivatives by the inputs (a gradient penalty), use BatchGradient() or a metric on the outputs. A "
+    "second optimizer of natgrad for this model may be the cause, too: delete one of them"
+)
+
+
 def stream_cotangents(
     tape: Tape, blocks: Sequence[Block], s: Tensor, consume: Consume, room: int | None = None
 ) -> None:
@@ -605,85 +611,37 @@ def stream_cotangents(
     are computed: on a processor none wait, on a GPU a third of them, so that their kernels are launched together. The
     other layers are consumed after the pass.
     """
-    total = tape.output_bytes
-    room = waiting_bytes(tape.y.device, total) if room is None else room
-
-    def by_use() -> dict[int, list[int]]:
-        """Numbers of layers, by the position of a use."""
-        layers_of: dict[int, list[int]] = {}
-        for b, block in enumerate(blocks):
-            for at in tape.use_ids(block):
-                layers_of.setdefault(at, []).append(b)
-        return layers_of
-
-    names = tuple([block.names for block in blocks])
-    layers_of = tape.cached(("layers", names), by_use)
     early: Sequence[int] = ()
-    last: frozenset[int] = frozenset()
-    if s.shape[0] == 1 and not tape.half and total > room:  # a pass in half precision is scaled as a whole
-        early, last = tape.cached(("early", names, room), lambda: _early_uses(tape, blocks, names, room))
-    boxes: dict[int, list[Arrived]] = {at: [] for at in early}
-    consumed: set[int] = set()  # positions of uses
-    left = dict.fromkeys(range(len(blocks)))  # numbers of layers
-
-    def arrived() -> dict[int, tuple[Tensor, ...]]:
-        """The cotangents that wait, taken out of their boxes."""
-        cotangents_of: dict[int, tuple[Tensor, ...]] = {}
-        for at, box in boxes.items():
-            if not box:
-                continue
-            use = tape.uses[at]
-            if len(box) > 1 or at in consumed:
-                raise NatgradError(
-                    f"a backward pass through the model came twice to the outputs of {use.module}: a hook on a tensor "
-                    "runs a pass of its own through the layers (do so in the backward of a torch.autograd.Function), "
-                    "or a second optimizer of natgrad was made for this model (delete one of them)"
-                )
-            (edge,) = use.edges
-            assert edge is not None
-            g = box.pop()[edge.output_nr]
-            if g is not None:
-                cotangents_of[at] = (use.batch_first(g.unsqueeze(0)),)
-        return cotangents_of
-
-    @_outermost
-    def receive(at: int, grads: Arrived) -> None:
-        """With the cotangents of the ``last`` use that there is room for, those that wait are consumed."""
-        boxes[at].append(grads)
-        waiting = arrived() if at in last else {}
-        if waiting:
-            numbers = sorted({b for use in waiting for b in layers_of[use]})
-            consumed.update(waiting)
-            for b in numbers:
-                del left[b]
-            consume(numbers, Cotangents(waiting, {}))
-
-    def hook(at: int) -> RemovableHandle:
-        (edge,) = tape.uses[at].edges
-        assert edge is not None
-        return edge.node.register_prehook(partial(receive, at))
-
-    handles = [hook(at) for at in early]
+    room = waiting_bytes(tape.y.device, tape.output_bytes) if room is None else room
+    if s.shape[0] == 1 and not tape.half and tape.output_bytes > room:  # a half precision pass is scaled as a whole
+        key = "early", tuple([block.names for block in blocks])
+        if key not in tape.memo:  # the search is slow: it holds for all sizes
+            tape.memo[key] = _uses_above_others(tape, blocks)
+        early = tape.memo[key]
+    hooks = BackwardHooks(tape, blocks, consume, early, room)
     try:
-        outer = tape.output_cotangents(s, sorted(layers_of.keys() - set(early)))
+        late = {at for block in blocks for at in tape.use_ids(block)}.difference(early)
+        hooks.finish(tape.output_cotangents(s, sorted(late)))
     finally:
-        for handle in handles:
-            handle.remove()
-    outer.update(arrived())
-    for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
-        outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
-    consume(list(left), tape.with_inner(outer))
+        hooks.remove()
 
 
 @final
 class BackwardHooks:
-    """Cotangents of a backward pass that the user runs, consumed where they arrive.
+    """Cotangents of a backward pass, consumed where they arrive: of the user's or, for some ``uses``, of the library's.
 
-    They wait until more than ``room`` bytes of them have arrived, as in ``stream_cotangents``. Layers that are called
-    several times, and those that hide layers, wait for ``finish``, which consumes what is left.
+    They wait until more than ``room`` bytes of them have arrived. Layers that are called several times, and those that
+    hide layers, wait for ``finish``, which consumes what is left.
     """
 
-    def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        blocks: Sequence[Block],
+        consume: Consume,
+        uses: Sequence[int] | None = None,
+        room: int | None = None,
+    ) -> None:
         self._blocks = blocks
         self._consume: Consume | None = consume
         self._uses_of = [tape.use_ids(block) for block in blocks]
@@ -694,17 +652,24 @@ class BackwardHooks:
         self._through_graph = {at: block for at, block in pairs if tape.uses[at].rule.needs_graph}
         self._features: dict[int, Features] = {}  # of those
         self._waiting = 0  # bytes
-        self._room = waiting_bytes(tape.y.device, tape.output_bytes)
+        self._room = waiting_bytes(tape.y.device, tape.output_bytes) if room is None else room
+        self._layers_of: dict[int, list[int]] = {}
+        for b, ids in enumerate(self._uses_of):
+            for at in ids:
+                self._layers_of.setdefault(at, []).append(b)
         outputs: dict[Any, list[tuple[int, int, int]]] = {}
-        for at in sorted({at for of_block in self._uses_of for at in of_block}):
+        for at in sorted(self._layers_of) if uses is None else uses:
             for j, edge in enumerate(tape.uses[at].edges):
                 if edge is not None:
                     outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
-        hook = partial(uncompiled(_receive_from_user), _outermost(self._receive))
+        hook, self._twice = _outermost(self._receive), _TWICE_IN_OURS
+        self.tape = tape
+        if uses is None:
+            hook, self._twice = partial(uncompiled(_receive_from_user), hook), _TWICE_IN_THEIRS
+            # Without the graph, which holds the hooks and with them this object.
+            no_edges = tuple(replace(use, edges=(None,) * len(use.edges)) for use in tape.uses)
+            self.tape = replace(tape, y=tape.y.detach(), uses=no_edges, operations=None)
         self._handles = [node.register_prehook(partial(hook, of_node)) for node, of_node in outputs.items()]
-        # Without the graph, which holds the hooks and with them this object.
-        uses = tuple(replace(use, edges=(None,) * len(use.edges)) for use in tape.uses)
-        self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)
 
     @property
     def arrived(self) -> bool:
@@ -716,11 +681,11 @@ class BackwardHooks:
         """The numbers of the layers that no backward pass has come to, after ``finish``."""
         return frozenset(self._left)
 
-    def finish(self) -> None:
-        """Consume all that has arrived, and let go of the graph."""
-        numbers = [b for b in self._left if any(at in self._boxes for at in self._uses_of[b])]
+    def finish(self, others: Mapping[int, tuple[Tensor, ...]] | None = None) -> None:
+        """Consume all that has arrived, and let go of the graph; with the cotangents of all ``others``, every layer."""
+        numbers = [b for b in self._left if others is not None or any(at in self._boxes for at in self._uses_of[b])]
         if numbers:
-            self._give(numbers, inner=True)
+            self._give(numbers, others or {})
         self.remove()
 
     def remove(self) -> None:
@@ -736,12 +701,7 @@ class BackwardHooks:
         for at, j, output in outputs:
             g, box = grads[output], self._boxes.setdefault(at, {})
             if j in box or at in self._consumed:
-                raise NatgradError(
-                    f"two backward passes came to the outputs of {self.tape.uses[at].module} in one forward pass: call "
-                    "backward once, on the sum of the losses. If the loss has derivatives by the inputs (a gradient "
-                    "penalty), use BatchGradient() or a metric on the outputs. A second optimizer of natgrad for this "
-                    "model may be the cause, too: delete one of them"
-                )
+                raise NatgradError(self._twice.format(self.tape.uses[at].module))
             if g is not None:
                 box[j] = g.detach()
                 self._waiting += g.nbytes
@@ -750,27 +710,26 @@ class BackwardHooks:
                 (outer,) = self._outer(at)
                 self._features[at] = cotangent_features(use.rule, use.module, block.keys, outer, block.shape)
         if self._waiting > self._room:
-            ready = [b for b in self._left if self._is_ready(b)]
+            ready = sorted(b for at in self._boxes for b in self._layers_of[at] if self._is_ready(b))
             if ready:
-                self._give(ready, inner=False)
+                self._give(ready, {})
 
     def _is_ready(self, b: int) -> bool:
         """Whether a layer needs no other cotangents than those that wait."""
-        (at, *more), use = self._uses_of[b], self.tape.uses[self._uses_of[b][0]]
-        return not more and at in self._boxes and not self._blocks[b].facets and not isinstance(use.rule, Replayed)
+        (at, *more) = self._uses_of[b]
+        return b in self._left and not (more or self._blocks[b].facets or isinstance(self.tape.uses[at].rule, Replayed))
 
-    def _give(self, numbers: Sequence[int], *, inner: bool) -> None:
-        outer = {at: self._outer(at) for at in {at for b in numbers for at in self._uses_of[b]}}
+    def _give(self, numbers: Sequence[int], others: Mapping[int, tuple[Tensor, ...]]) -> None:
+        ids = {at for b in numbers for at in self._uses_of[b]}
+        outer = {at: others[at] if at in others else self._outer(at) for at in ids}
         for b in numbers:
             del self._left[b]
-        needed = {at for b in self._left for at in self._uses_of[b]}
-        self._consumed |= outer.keys() - needed
-        for at in outer.keys() - needed:
-            self._boxes.pop(at, None)
-        self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
+        used = {at for at in ids if self._left.keys().isdisjoint(self._layers_of[at])}
+        self._consumed |= used
+        for at in used & self._boxes.keys():
+            self._waiting -= sum(g.nbytes for g in self._boxes.pop(at).values())
         assert self._consume is not None
-        cotangents = self.tape.with_inner(outer) if inner else Cotangents(outer, {})
-        self._consume(numbers, replace(cotangents, features=self._features))
+        self._consume(numbers, replace(self.tape.with_inner(outer), features=self._features))
 
     def _outer(self, at: int) -> tuple[Tensor, ...]:
         """The cotangents of all outputs of a use, with the examples first; zero where no path of the graph leads."""
@@ -780,25 +739,6 @@ class BackwardHooks:
             use.batch_first(box[j].unsqueeze(0)) if j in box else like.new_zeros(1, *shape)
             for j, shape in enumerate(use.shapes)
         )
-
-
-def _early_uses(
-    tape: Tape, blocks: Sequence[Block], names: Hashable, room: int
-) -> tuple[Sequence[int], frozenset[int]]:
-    """The uses that can be consumed in a hook, and those of them at which more than ``room`` bytes are waiting.
-
-    The search is slow: it is cached by the kind of graph, for all sizes. A backward pass starts at the last layer.
-    """
-    key = ("early", names)
-    if key not in tape.memo:
-        tape.memo[key] = _uses_above_others(tape, blocks)
-    early, held, last = tape.memo[key], 0, set()
-    for at in reversed(early):
-        held += tape.uses[at].shape.numel() * tape.y.element_size()
-        if held > room:
-            last.add(at)
-            held = 0
-    return early, frozenset(last)
 
 
 def _uses_above_others(tape: Tape, blocks: Sequence[Block]) -> Sequence[int]:
