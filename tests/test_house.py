@@ -194,7 +194,7 @@ LINES: dict[str, int] = {
     "fit": 2223,
     "gradients": 922,
     "functionspace": 1271,
-    "invariance": 553,
+    "invariance": 598,
     "kernels": 558,
     "mirror": 1021,
     "natgrad": 2725,

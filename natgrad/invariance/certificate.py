@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import seeded_streams
 from natgrad.errors import NonFiniteError
 from natgrad.invariance.affine import Bases, Original
-from natgrad.invariance.reparametrise import reparametrise
+from natgrad.invariance.reparametrise import reparametrise, rewritten
 from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.show import as_html
 
+_HALVINGS = 4  # of the learning rate, for an order of convergence
 _NOISE = 100.0  # differences up to this multiple of those that one rounding causes count as rounding
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
@@ -35,12 +37,26 @@ class Certificate:
         tolerance: The largest difference that counts as rounding.
         rounding: If the tolerance is exceeded, between the transformed network and a copy that is trained with
             parameters and inputs perturbed by one rounding error each; otherwise empty.
+        shorter: With a ``map`` that does not keep the steps, the difference at the end of runs with the learning rate
+            times 1, ½, ¼, ….
     """
 
     differences: tuple[float, ...]
     moved: float
     tolerance: float = 1e-9
     rounding: tuple[float, ...] = ()
+    shorter: tuple[float, ...] = ()
+
+    @property
+    def order(self) -> float | None:
+        """q in difference ∝ lrᵠ, from the two shortest learning rates; None without ``shorter``.
+
+        About 1: not invariant, as the gradient. About 2: invariant to first order, as the natural gradient. About 3: to
+        second order, as with the geodesic correction.
+        """
+        if len(self.shorter) < 2 or min(self.shorter[-2:]) == 0:
+            return None
+        return math.log2(self.shorter[-2] / self.shorter[-1])
 
     _repr_html_ = as_html
 
@@ -73,6 +89,9 @@ class Certificate:
         if lost is not None:
             head, verdict = f"{head}  of one rounding", f"lost to rounding from step {lost} on"
             rows = [f"{row:<30}{noise:.1e}" for row, noise in zip(rows, self.rounding, strict=True)]
+        if self.order is not None:
+            rows = [f"   ÷{2**k:<5}{difference:.1e}" for k, difference in enumerate(self.shorter)]
+            head, verdict = "  lr      difference in function", f"of order lr^{self.order:.2f}"
         sizes = f"at most {self.largest:.1e} (tolerance {self.tolerance:.0e}); it moved by {self.moved:.1e}"
         return "\n".join([head, *rows, f"{verdict}: {sizes}"])
 
@@ -101,6 +120,7 @@ def certify(
     batch: tuple[Inputs, Any],
     steps: int = 10,
     *,
+    map: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     loss: Callable[[Tensor, Any], Tensor] | None = None,
     seed: int | Bases = 0,
     keep: Collection[str] = (),
@@ -118,6 +138,8 @@ def certify(
         model: The network.
         batch: (x, target).
         steps: The number of training steps to compare.
+        map: A smooth, invertible function f of the trained parameters by name, in place of bases: the network with the
+            parameters f(θ) is compared with itself in the coordinates θ.
         loss: A function of outputs and target, by default ½‖y − t‖² summed over the outputs and averaged over the
             examples.
         seed: The seed of random bases, or ``Bases``, as in ``reparametrise``.
@@ -134,6 +156,11 @@ def certify(
         2018). Both networks have the form of ``reparametrise``, one of them in the original bases. If they differ, a
         third network shows whether rounding alone explains it (``rounded``).
 
+        Along a nonlinear ``map`` only infinitesimal steps of the natural gradient agree (van Oostrum, Müller and Ay
+        2023, section 4). If the steps differ, the runs are repeated with the learning rate halved four times, and
+        ``order`` is the exponent of lr in the difference: 2 for an undamped natural gradient, 3 with its
+        ``GeodesicCorrected``, 1 for gradients. Both networks are opaque functions of their parameters, without layers.
+
     Example:
         >>> import torch, natgrad as ng
         >>> from torch import nn
@@ -143,12 +170,22 @@ def certify(
         >>> sgd = ng.invariance.certify(make, model, batch, steps=3)
         >>> sgd.invariant, len(sgd.differences)
         (False, 4)
+        >>> cubic = lambda θ: {name: p + p**3 for name, p in θ.items()}
+        >>> round(ng.invariance.certify(make, model, batch, steps=1, map=cubic).order)
+        1
     """
+    if map is not None and (keep or seed != 0):
+        raise ValueError(
+            "map= writes all parameters in other coordinates, and takes neither seed= nor keep=: leave them"
+        )
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     run = _Run(make_optimizer, batch, steps, half_squares if loss is None else loss, output)
-    network, dagger = (reparametrise(model, bases, keep=keep) for bases in (Original(), seed))
-    run.check_equal(model, network, dagger)
+    if map is None:
+        network, dagger = (reparametrise(model, bases, keep=keep) for bases in (Original(), seed))
+    else:
+        network, dagger = rewritten(model, map)
+    run.check_equal(model if map is None else network, network, dagger)
     original, transformed = run.outputs(network, "the network"), run.outputs(dagger, "the transformed network")
     differences = [_relative(y_dagger, y) for y_dagger, y in zip(transformed, original, strict=True)]
     moved = _relative(original[-1], original[0])
@@ -157,6 +194,9 @@ def certify(
     certificate = Certificate(tuple(differences), moved, tolerance)
     if certificate.invariant:
         return certificate
+    if map is not None:
+        halved = [run.shortened(2.0**-k).difference(model, map) for k in range(1, _HALVINGS + 1)]
+        return replace(certificate, shorter=(differences[-1], *halved))
     again = reparametrise(model, seed, keep=keep)
     twin = run.nudged(again).outputs(_nudged(again), "the transformed network, nudged by a rounding,")
     return replace(certificate, rounding=tuple(_relative(other, y) for other, y in zip(twin, transformed, strict=True)))
@@ -262,6 +302,22 @@ class _Run:
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
                 history.append(self.function(model, what, step))
         return history
+
+    def shortened(self, factor: float) -> _Run:
+        """The same run with the learning rates times a factor."""
+
+        def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+            optimizer = self.make_optimizer(network)
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+            return optimizer
+
+        return replace(self, make_optimizer=make_optimizer)
+
+    def difference(self, model: nn.Module, f: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> float:
+        """Between the functions at the end, with the parameters f(θ) and with θ."""
+        y, other = (self.outputs(network, "the network")[-1] for network in rewritten(model, f))
+        return _relative(other, y)
 
     def check_equal(self, *models: nn.Module) -> None:
         """Refuse networks that do not start as the same function."""

@@ -213,6 +213,29 @@ def reparametrisation(
     )
 
 
+@final
+class Rewritten(nn.Module):
+    """A network whose parameters θ are written in other coordinates: it computes with f(θ)."""
+
+    def __init__(self, model: nn.Module, f: Callable[[Point], Point], θ: Point) -> None:
+        super().__init__()
+        # In a tuple, the network is no module of this one: optimizers see θ, and no layers with weights that are f(θ).
+        self._network, self._map = (copy.deepcopy(model).requires_grad_(False),), f
+        self._names = {name: name.replace(".", "/") for name in θ}
+        for name, t in θ.items():
+            self.register_parameter(self._names[name], nn.Parameter(t.detach().clone()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ξ = self._map({name: getattr(self, own) for name, own in self._names.items()})
+        return torch.func.functional_call(self._network[0].train(self.training), ξ, args, kwargs)
+
+
+def rewritten(model: nn.Module, f: Callable[[Point], Point]) -> tuple[nn.Module, nn.Module]:
+    """The network at ξ = f(θ), with θ the parameters of ``model``, and the same function with the parameters θ."""
+    θ = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return Rewritten(model, lambda ξ: ξ, _image(f, θ)), Rewritten(model, f, θ)
+
+
 def _image(f: Callable[[Point], Point], θ: Point) -> dict[str, Tensor]:
     """ξ = f(θ), with the names and shapes of θ."""
     ξ = {name: p.detach() for name, p in f(dict(θ)).items()}
