@@ -290,9 +290,9 @@ class Counted(Features):
     """Rows or entries of which only the positions with ``counted`` [n r] count: padding is in no sum and no mean.
 
     >>> rows = Rows(torch.tensor([[[1.0], [2.0]]]), ones=True)
-    >>> Counted(rows, torch.tensor([[True, False]])).moment()
-    Moment(total=tensor([[[1., 1.],
-             [1., 1.]]]), count=tensor([1]))
+    >>> Counted(rows, torch.tensor([[True, False]])).moment().total
+    tensor([[[1., 1.],
+             [1., 1.]]])
     """
 
     base: Rows | Entries
