@@ -9,6 +9,7 @@ from types import ModuleType as _Module
 from natgrad import errors as errors
 from natgrad import families as families
 from natgrad import functionspace as functionspace
+from natgrad import integrations as integrations
 from natgrad import invariance as invariance
 from natgrad import mirror as mirror
 from natgrad import operators as operators
@@ -42,6 +43,7 @@ from natgrad.gradients import SOAP as SOAP
 from natgrad.gradients import Muon as Muon
 from natgrad.gradients import Natural as Natural
 from natgrad.gradients import Shampoo as Shampoo
+from natgrad.integrations.writers import log_to as log_to
 from natgrad.lanczos import SpectralDensity as SpectralDensity
 from natgrad.lanczos import spectral_density as spectral_density
 from natgrad.linalg import Relative as Relative
@@ -106,8 +108,8 @@ from natgrad.structures import Refresh as Refresh
 
 __version__ = "0.1.0"
 
-_NAMESPACES = {"errors", "families", "functionspace", "invariance", "mirror", "operators", "optim", "output", "pde"}
-_NAMESPACES |= {"proximal", "pullbacks", "rules", "solve", "step", "structures", "vi", "watch"}
+_NAMESPACES = {"errors", "families", "functionspace", "integrations", "invariance", "mirror", "operators", "optim"}
+_NAMESPACES |= {"output", "pde", "proximal", "pullbacks", "rules", "solve", "step", "structures", "vi", "watch"}
 __all__ = [
     name
     for name, value in globals().items()

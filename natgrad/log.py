@@ -1,11 +1,14 @@
-"""Messages that are logged once, and short."""
+"""Messages that are logged once, and short; numbers for a logger."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
 
 _log = logging.getLogger("natgrad")
 _NAMED = 4  # how many names a message lists
@@ -50,3 +53,35 @@ def listed(names: Iterable[str]) -> str:
     if len(every) <= _NAMED:
         return ", ".join(every)
     return f"{', '.join(every[: _NAMED - 1])} and {len(every) - _NAMED + 1} more"
+
+
+# Numbers for a logger: what `opt.metrics()` is made of.
+
+
+Numbers: TypeAlias = dict[str, Any]  # a number, a tensor [], or None for what is not known
+
+
+def flat(numbers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors [] with their names for a logger: what the host knows in its memory, the rest where it is.
+
+    >>> flat({"lr": 0.5, "loss": None})
+    {'natgrad/lr': tensor(0.5000, dtype=torch.float64)}
+    """
+    return {
+        f"natgrad/{name}": value.detach().clone()  # a captured step overwrites it
+        if isinstance(value, Tensor)
+        else torch.tensor(value, dtype=torch.float64, device="cpu")
+        for name, value in numbers.items()
+        if value is not None
+    }
+
+
+def of_groups(groups: Sequence[Mapping[str, Any]]) -> Numbers:
+    """Learning rates of all groups, and the other numbers of the first."""
+    more = {f"lr/{at}": group["lr"] for at, group in enumerate(groups) if at}
+    return {key: groups[0][key] for key in ("lr", "damping", "momentum", "weight_decay") if key in groups[0]} | more
+
+
+def nbytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the tensors among these."""
+    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from natgrad.fit.networks import LeastSquares
 from natgrad.fit.residuals import Residuals
 from natgrad.fit.result import Record
+from natgrad.log import flat, of_groups
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import StepRule
 from natgrad.structures.base import Structure
@@ -65,6 +66,7 @@ class GaussNewton(torch.optim.Optimizer):
             residuals, model, structure=structure, solver=solver, step=step, damping=damping, lr=lr, memory=memory
         )
         self.last: Record | None = None
+        self._rejected = 0
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": lr, "damping": damping})
 
     @torch.no_grad()
@@ -77,8 +79,25 @@ class GaussNewton(torch.optim.Optimizer):
         group, problem = self.param_groups[0], self.problem
         problem.lr, problem.damping = group["lr"], group["damping"]
         self.last = problem.step()
+        self._rejected += not self.last.accepted
         group["damping"] = problem.damping
         return next(iter(problem.params.values())).new_tensor(self.last.cost)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Numbers for a logger, tensors [] by name, as those of ``NaturalGradient.metrics``; all are on the host.
+
+        ``loss`` is ½‖r‖² where the last step started, ``step_rms`` = √mean(δ²), ``offset`` the cosine between the
+        residuals and the tangent space (``Record``), ``rejected_steps`` how many steps were refused, and ``loss/…`` the
+        share of every class of residuals if there are several.
+        """
+        numbers, last, step = of_groups(self.param_groups), self.last, self.problem.last
+        numbers |= {"step": self.problem.steps}
+        if last is not None and step is not None:
+            count = sum(p.numel() for p in self.problem.params.values())
+            numbers |= {"loss": last.cost, "offset": last.offset, "step_rms": last.length / count**0.5}
+            numbers |= {"rejected_steps": self._rejected, "reduction_ratio": step.ratio, **step.numbers}
+            numbers |= {f"loss/{name}": cost for name, cost in last.classes.items() if len(last.classes) > 1}
+        return flat(numbers)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer is not copied: copy the model, make a new optimizer for it, and load_state_dict")

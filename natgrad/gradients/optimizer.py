@@ -31,9 +31,10 @@ from natgrad.geometry import refuse_sparse
 from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of, tensors_of
 from natgrad.gradients.earlier_checkpoints import converted
 from natgrad.gradients.shards import gradient_of, is_sharded, local, shard, total_over_shards, whole
-from natgrad.linalg import Damping, Relative, is_number, is_rounding, number_of
-from natgrad.log import listed
+from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, number_of
+from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
+from natgrad.optim import metrics as told
 from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import begin_moments, check_keys, check_numbers, common_damping, corrected_weight
 
@@ -43,6 +44,7 @@ Parameters: TypeAlias = (
 Groups: TypeAlias = Iterable[dict[str, Any]]
 State: TypeAlias = dict[str, Tensor]
 Member: TypeAlias = tuple[Tensor, Assignment, State]
+Moved: TypeAlias = dict[str, Tensor]  # ‖v‖ [] of every matrix that has moved
 Moving: TypeAlias = tuple[list[Member], list[Member]]  # the matrices of a group, and what AdamW steps
 
 _BETAS, _EPSILON = (0.9, 0.95), 1e-8  # of AdamW
@@ -120,6 +122,10 @@ class GradientOptimizer(torch.optim.Optimizer):
         flat = [p.ndim < 2 or min(len(p), p.numel()) < 2 or p[0].numel() < 2 for g in given for p in tensors_of(g)]
         self._takes_vectors = not self.polar or all(flat)
         self._assignments: list[list[Assignment]] = []
+        self._loss: Any = None  # of the closure
+        self._moved: Moved = {}  # ‖v‖ in the last step
+        self._rates: list[float] = []  # of the groups, in the last step
+        self._taken = self._refreshes = self._refreshed = 0  # steps and refreshes of this process; the last refresh
         self._sharded: list[Tensor] = [p for group in given for p in tensors_of(group) if is_sharded(p)]
         if isinstance(params, nn.Module):
             refuse_flat_shards(params)
@@ -135,7 +141,7 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     def _refresh(self) -> None:
         """What is made anew after a copy: a flag that travels from a device, and captured steps."""
-        self._flag, self._graphs = Flag(), GraphCache[Tensor | None](capacity=4)
+        self._flag, self._graphs = Flag(), GraphCache[tuple[Moved, Tensor | None]](capacity=4)
         self._take_uncompiled = uncompiled(_take, reason=_EAGER)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -168,6 +174,40 @@ class GradientOptimizer(torch.optim.Optimizer):
         """What steps every parameter, and why: ``print(opt.plan())``."""
         return GradientPlan(tuple(a for of_group in self._assignments for a in of_group))
 
+    def metrics(self, *, layers: bool = False) -> dict[str, Tensor]:
+        """Numbers for a logger, tensors [] by name; nothing waits for the device (``ng.log_to`` does not either).
+
+        As those of ``NaturalGradient.metrics``, which describes them: the numbers of the parameter groups, ``loss`` of
+        the closure, ``step_rms`` = √mean((lr·v)²) of the matrices, ``params_metric``, ``params_adamw``,
+        ``state_bytes``, ``metric_updates``, and of those that decompose factors ``inverse_age`` and
+        ``inverse_updates``. ``layers=True`` adds ``natgrad/layer/0.weight/step_rms`` and, of optimizers with factors,
+        ``cond_S`` and ``cond_A``, the largest over the smallest eigenvalue; those of whole factors wait for the device.
+        """
+        numbers, of_layers = of_groups(self.param_groups), dict[str, Any]()
+        lengths, moved, adamw = list[tuple[list[Tensor], float]](), 0, 0
+        members = [
+            list(zip(group["params"], of_group, strict=True))
+            for group, of_group in zip(self.param_groups, self._assignments, strict=True)
+        ]
+        for mine, rate in zip(members, self._rates or [0.0] * len(members), strict=True):
+            of_group = [(p, a, self._moved[a.name]) for p, a in mine if a.name in self._moved]
+            lengths.append(([length for _, _, length in of_group], rate))
+            moved += sum(p.numel() for p, _, _ in of_group)
+            adamw += sum(p.numel() for p, a in mine if not a.is_matrix)
+            if layers:
+                of_layers |= {f"layer/{a.name}/step_rms": rate * of / p.numel() ** 0.5 for p, a, of in of_group}
+                factors = [(a.name, F, self.state[p]) for p, a in mine for F in "SA" if F in self.state[p]]
+                of_layers |= {f"layer/{name}/cond_{F}": _condition(of[F], f"{F} of {name}") for name, F, of in factors}
+        total = sum(p.numel() for mine in members for p, _ in mine)
+        numbers |= {"params_metric": total - adamw, "params_adamw": adamw, "loss": self._loss}
+        numbers["step"] = self.param_groups[0]["steps"]
+        numbers["state_bytes"] = nbytes(t for of_param in self.state.values() for t in of_param.values())
+        numbers |= {"step_rms": told.step_rms(lengths, moved), "metric_updates": self._taken if self.letters else None}
+        if self._refreshes:
+            age = self.param_groups[0]["steps"] - 1 - self._refreshed
+            numbers |= {"inverse_age": age, "inverse_updates": self._refreshes}
+        return flat(numbers | of_layers)
+
     def statistics(self, batch: ShapeBatch) -> dict[str, Tensor]:
         """What a gradient adds to the moving averages of its matrices, by letter: F̄ ← (1 − w)F̄ + wF."""
         return {}
@@ -196,6 +236,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_uncompiled(self) if torch.compiler.is_compiling() else self._take()
+        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
         return loss
 
     def _take(self) -> None:
@@ -217,23 +258,26 @@ class GradientOptimizer(torch.optim.Optimizer):
             self._check(grads)
         step = self.param_groups[0]["steps"]
 
-        def run(gradients: Sequence[Tensor], numbers: Sequence[Scalar]) -> Tensor | None:
+        def run(gradients: Sequence[Tensor], numbers: Sequence[Scalar]) -> tuple[Moved, Tensor | None]:
             named = dict(zip(grads, gradients, strict=True))
             if asynchronous:
                 self._flag.look({"norm": self._norm(gradients)})
-            self._move(moving, named, numbers, step)
+            moved = self._move(moving, named, numbers, step)
             for group, (_, others), rate in zip(self.param_groups, moving, numbers[1:], strict=False):
                 if others:
                     adamw(others, named, rate, weight_decay=group["weight_decay"], gate=self._flag.value)
-            return self._flag.value
+            return moved, self._flag.value
 
-        numbers = self._numbers(step)
-        if not asynchronous or is_new or self.refreshes(step):
-            run(list(grads.values()), numbers)
+        numbers, refreshes = self._numbers(step), self.refreshes(step)
+        if not asynchronous or is_new or refreshes:
+            self._moved, _ = run(list(grads.values()), numbers)
         else:
             gradients, key = list(grads.values()), self._key(list(grads))
-            self._flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
+            self._moved, self._flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
         self._flag.send("the step", step)
+        self._rates, self._taken = numbers[1 : 1 + len(self.param_groups)], self._taken + 1
+        if refreshes:
+            self._refreshed, self._refreshes = step, self._refreshes + 1
         for group in self.param_groups:
             group["steps"] = step + 1
 
@@ -270,7 +314,7 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     def _move(
         self, moving: Sequence[Moving], grads: Mapping[str, Tensor], numbers: Sequence[Scalar], step: int
-    ) -> None:
+    ) -> Moved:
         """Momentum, statistics, directions and steps of the matrices of all groups."""
         groups = len(self.param_groups)
         corrected = numbers[1 + groups :] or [1.0] * groups
@@ -284,7 +328,7 @@ class GradientOptimizer(torch.optim.Optimizer):
                 is_new = not self.letters or self.letters[0] not in state  # its first gradient counts in full
                 alike.setdefault((a.sizes, p.dtype, p.device, is_new), []).append((member, M))
         if not alike:
-            return
+            return {}
         batches = self._batches(list(alike.values()), grads)
         with full_precision(batches[0].G.device):
             self._average(batches, numbers[0])
@@ -294,8 +338,12 @@ class GradientOptimizer(torch.optim.Optimizer):
         v: dict[str, Tensor] = {}
         for members, batch, V in zip(alike.values(), batches, directions, strict=True):
             for ((p, a, _), _), W in zip(members, batch.divided(V), strict=True):
-                v[a.name] = a.join(W).to(p.dtype) if not self._sharded else shard(a.join(W).to(p.dtype), p)
-        self._flag.check(v, "the step")
+                v[a.name] = a.join(W).to(p.dtype)
+        lengths = fused.norms(list(v.values()))  # a number that is finite only if they are
+        if is_asynchronous(lengths[0].device):
+            self._flag.look({"‖v‖": torch.stack(lengths)})
+        elif not math.isfinite(float(torch.stack(lengths).sum())):
+            self._flag.check(v, "the step")
         gate = self._flag.value
         for group, (matrices, _), Ms, rate in zip(self.param_groups, moving, followed, numbers[1:], strict=False):
             if not matrices:
@@ -303,7 +351,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             params, steps, momenta, new, μ = [], [], [], [], group["momentum"]
             for p, a, state in matrices:
                 params.append(p)
-                steps.append(v[a.name])
+                steps.append(v[a.name] if not self._sharded else shard(v[a.name], p))
                 new.append(grads[a.name])
                 if μ:
                     momenta.append(state["momentum"])
@@ -314,6 +362,7 @@ class GradientOptimizer(torch.optim.Optimizer):
                 fused.average_(momenta, new, 1 - μ, gate=gate)
             elif μ:
                 fused.copy_(momenta, Ms, gate=gate)
+        return dict(zip(v, lengths, strict=True))
 
     def _followed(
         self, matrices: Sequence[Member], grads: Mapping[str, Tensor], μ: float, weight: Scalar
@@ -463,6 +512,12 @@ class GradientOptimizer(torch.optim.Optimizer):
 
 def _take(optimizer: GradientOptimizer) -> None:
     optimizer._take()
+
+
+def _condition(F: Tensor, what: str) -> Tensor:
+    """The worst condition [] of factors [n d d], or of diagonals [n d]."""
+    values = F if F.ndim == 2 else eigvalsh(F, what).clamp(min=0)
+    return (values.amax(1) / values.amin(1)).amax()
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -160,6 +160,7 @@ class MetricTracker:
         self.weight = EmaWeight(schedule.decay)
         self.step = 0
         self.estimated = 0  # the step in which the metric was last estimated
+        self.estimates = 0  # steps of this process in which it was
         self.joined = False  # whether ``fresh`` is that of all processes
         self._examples = 0  # in ``fresh``
         self._unreached: frozenset[str] | None = None  # the outputs of no estimate of this step depend on them
@@ -265,6 +266,7 @@ class MetricTracker:
         elif estimated:
             self.weight.next_step(self._examples)
         self.estimated = self.step if estimated else self.estimated
+        self.estimates += estimated
         self.step += 1
 
     def discard(self) -> None:

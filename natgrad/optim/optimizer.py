@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate import fused
 from natgrad.accelerate.devices import get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.modules import load_compiler, uncompiled
@@ -19,7 +20,9 @@ from natgrad.errors import IncompatibleError, LossMismatchError, NonFiniteError
 from natgrad.geometry import Covector, Vector, refuse_sparse
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative, number_of
+from natgrad.log import flat, nbytes, of_groups
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
+from natgrad.optim import metrics as told
 from natgrad.optim.checkpoint import RunState, blank, check_plain, joined, restore
 from natgrad.optim.distributed import processes_of, refuse_sharded
 from natgrad.optim.estimates import (
@@ -39,6 +42,7 @@ from natgrad.optim.update import (
     Members,
     MomentumOn,
     ParamUpdate,
+    PlainStep,
     Rate,
     begin_moments,
     check_momentum_on,
@@ -274,7 +278,7 @@ class NaturalGradient(torch.optim.Optimizer):
         )
         self.flag = Flag()
         # Gradients that are too many to copy lie in few places: those of passes with and without an estimate.
-        self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)
+        self._graphs: GraphCache[tuple[PlainStep, Tensor | None]] = GraphCache(capacity=4)
         self._params = whole.params
         names = {id(p): name for name, p in whole.params.items()}
         self._of_groups: Members = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
@@ -282,6 +286,10 @@ class NaturalGradient(torch.optim.Optimizer):
         self._strict = strict
         self._zeros: dict[str, Tensor] = {}  # gradients of parameters that the metric does not see
         self._last: Step | _Plain | None = None
+        self._loss: Any = None  # of the closure
+        self._taken = self._rejected = 0  # steps of this process
+        # How many of them a rule has shortened.
+        self._clipped: Tensor | int = torch.zeros((), device=device) if is_asynchronous(device) else 0
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
         if isinstance(self.source, PassSource) and not self.tracker.constant:
             attach(self.source, self)
@@ -345,12 +353,59 @@ class NaturalGradient(torch.optim.Optimizer):
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
         return diagnostics(self.tracker, self.preconditioner, self.last)
 
+    def metrics(self, *, layers: bool = False) -> dict[str, Tensor]:
+        """Numbers for a logger, tensors [] by name; nothing waits for the device (``ng.log_to`` does not either).
+
+        What the host knows is in its memory: ``natgrad/step``, the number of steps; the numbers of the parameter groups
+        (``natgrad/lr``, of further groups ``natgrad/lr/1``, …); ``params_metric``, ``params_adamw`` and
+        ``params_still``, by what steps them; ``state_bytes``; ``rejected_steps``; and of the metric ``metric_age`` and
+        ``inverse_age`` (0: it is of the last step), ``metric_updates``, ``inverse_updates`` and ``failed_inversions``.
+        Counts are those of this process.
+
+        Of the last step: ``loss`` of the closure; ``step_rms`` = √mean(δ²), without weight decay and what AdamW steps;
+        ``step_length`` = √⟨lr·ω, lr·v⟩ and ``predicted_decrease`` = ⟨lr·ω, v⟩ − ½⟨lr·ω, lr·v⟩ of the natural gradient
+        v = (G + λ)⁻¹ω before momentum, which is what the quadratic model promises for one learning rate;
+        ``clip_scale``, by which a rule shortens v, and ``clipped_share``, in how many steps; ``lr_effective`` and
+        ``momentum_effective``, those of ``SelfTuned`` among them; ``reduction_ratio``. A number that the step rule does
+        not compute in this step is left out.
+
+        ``layers=True`` adds the numbers of ``diagnostics()`` for every layer, ``natgrad/layer/0.weight/cond_S`` and
+        the like: these take eigenvalues, and wait for the device.
+        """
+        last, params = self._last, self.tracker.model.params
+        state = (t for of_param in self.state.values() for t in of_param.values())
+        numbers = of_groups(self.param_groups) | told.of_parameters(self.parameters, self._params)
+        numbers |= told.of_metric(self.tracker, self.preconditioner)
+        numbers |= {"step": self.tracker.step, "rejected_steps": self._rejected, "loss": self._loss}
+        kept = (self.tracker.average, self.preconditioner.inverse)
+        numbers["state_bytes"] = nbytes([*state, *(t for of in kept if of for t in of.tensors().values())])
+        if isinstance(last, _Plain):
+            rates, found = self._update(last.idle, last.rates).rates, last.found
+            v = {name: self.state[params[name]].get("momentum") for names, _ in rates for name in names}
+            v |= found.velocities
+            lengths = [(fused.norms([v[name] for name in names]), lr) for names, lr in rates]
+            numbers["step_rms"] = told.step_rms(lengths, sum(v[name].numel() for names, _ in rates for name in names))
+            numbers |= told.of_natural_step(found.pairings, rates, found.scale)
+            if found.scale is not None:
+                numbers |= {"clip_scale": found.scale, "clipped_share": self._clipped / self._taken}
+            numbers["lr_effective"] = numbers["lr"] if found.scale is None else numbers["lr"] * found.scale
+            numbers["momentum_effective"] = numbers["momentum"]
+        elif last is not None:
+            δ = last.displacement
+            numbers["step_rms"] = told.step_rms(
+                [(fused.norms(list(δ.values())), 1.0)], sum(map(torch.numel, δ.values()))
+            )
+            numbers |= {"reduction_ratio": last.ratio, **last.numbers}
+        if layers and last is not None:
+            numbers |= self.diagnostics().numbers()
+        return flat(numbers)
+
     @property
     def last(self) -> Step | None:
         """The last step. Its displacement is computed when it is read."""
         if not isinstance(self._last, _Plain):
             return self._last
-        params, velocity = self.tracker.model.params, dict(self._last.velocity)
+        params, velocity = self.tracker.model.params, dict(self._last.found.velocities)
         rates = self._update(self._last.idle, self._last.rates).rates
         for names, _ in rates:
             velocity |= {name: self.state[params[name]]["momentum"] for name in names if name not in velocity}
@@ -395,7 +450,8 @@ class NaturalGradient(torch.optim.Optimizer):
             if isinstance(error, NonFiniteError) and "at step" not in str(error):
                 raise NonFiniteError(f"at step {self.tracker.step}: {error}") from error
             raise
-        return loss.detach() if isinstance(loss, Tensor) else loss
+        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
+        return self._loss
 
     def _step(self, grads: Mapping[str, Tensor], loss_at: Loss | None) -> None:
         """ω from the gradients, G from the tracker, the step rule with the inverse of G, then ``commit`` of G."""
@@ -425,6 +481,7 @@ class NaturalGradient(torch.optim.Optimizer):
                 self._last = self._plain_step(self.rule, ω, grads, idle, damping)
             else:
                 self._last = self._general_step(self.rule, ω, grads, idle, G, damping, loss_at)
+        self._taken += 1
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(G, estimated)
         self._discard()
@@ -456,26 +513,28 @@ class NaturalGradient(torch.optim.Optimizer):
         of_metric = dict(ω.items())
         names, count, groups = [*of_metric, *of_adamw], len(of_metric), len(self.param_groups)
 
-        def run(gradients: Sequence[Tensor], numbers: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
+        def run(gradients: Sequence[Tensor], numbers: Sequence[Rate]) -> tuple[PlainStep, Tensor | None]:
             rates, weights = numbers[:groups], numbers[groups : groups + len(of_momenta)]
             update = self._update(idle, rates, weights)
             named = list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
-            velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag, beside=others)
+            found = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag, beside=others)
+            if found.scale is not None:
+                self._clipped += found.scale < 1  # a tensor keeps its place
             if adamw is not None:
                 adamw.step(others, rates, flag.value)
-            return velocity, flag.value
+            return found, flag.value
 
         gradients, rates = [*of_metric.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
         of_momenta = self._momentum_weights()
         changing = bool(idle - self.parameters.outside) or not complete or isinstance(inverse, CGInverse)
         if changing or not is_asynchronous(self.tracker.device):
-            velocity, _ = run(gradients, [*rates, *of_momenta])
+            found, _ = run(gradients, [*rates, *of_momenta])
         else:
             numbers, key = [*(float(rate) for rate in rates), *of_momenta], self._graph_key()
-            velocity, flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
+            found, flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        return _Plain(rates, idle, velocity, number_of(damping))
+        return _Plain(rates, idle, found, number_of(damping))
 
     def _update(
         self,
@@ -592,6 +651,7 @@ class NaturalGradient(torch.optim.Optimizer):
             step = replace(step, displacement=update.zero_idle(step.displacement), landing=landing)
         self.flag.check(step.displacement, "the step")
         update.apply(step, remembered, self.flag)
+        self._rejected += not step.accepted
         if step.accepted:
             adamw.step(of_adamw, [group["lr"] for group in self.param_groups], self.flag.value)
         for group in self.param_groups:
@@ -746,12 +806,12 @@ class NaturalGradient(torch.optim.Optimizer):
 class _Plain:
     """The report of a plain step, from which ``last`` computes the displacement.
 
-    Groups with momentum on steps are not in ``velocity``: their velocities are the momenta in the state.
+    Groups with momentum on steps have no velocities in ``found``: theirs are the momenta in the state.
     """
 
     rates: Sequence[Rate]  # of every group
     idle: frozenset[str]  # parameters that did not move by the metric
-    velocity: Mapping[str, Tensor]  # of the groups without momentum on steps
+    found: PlainStep
     damping: float
 
 

@@ -56,7 +56,7 @@ class Preconditioner:
         # Whether the basis of the metric is renewed after a step, and not before it is inverted.
         self._follows = of_gradients and schedule.structure.renews_after and schedule.inverse == 1
         self._device = device
-        self._warned = False  # of a factorisation that failed
+        self.inversions = self.failures = 0  # of this process
         self.version = 0  # changes with the memory that the inverse is in
         self.unseen: frozenset[str] = frozenset()  # parameters that no pass had used when the inverse was made
         # In a step: its number, its metric, whether the last inverse has been overwritten, and whether a layer is new.
@@ -159,6 +159,7 @@ class Preconditioner:
         """A new inverse is made in this step."""
         if last is not None and self.inverted != self._step:
             self.inverted_before = self.inverted
+        self.inversions += 1
         self.inverted, self.warm = self._step, None
 
     def _inverse(self, G: Operator, damping: Damping, last: Inverse | None) -> Inverse:
@@ -243,6 +244,6 @@ class Preconditioner:
 
     def _warn(self, why: str) -> None:
         """Once: the last good inverse is used."""
-        if not self._warned:
+        if not self.failures:
             _log.warning("%s. The last good inverse is used until the next one is due", why)
-        self._warned = True
+        self.failures += 1

@@ -15,6 +15,7 @@ from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative
 from natgrad.optim.estimates import MetricTracker
+from natgrad.optim.metrics import ages
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.update import like
 from natgrad.pullbacks.layer import Block
@@ -407,6 +408,18 @@ class Diagnostics:
 
     __repr__, _repr_html_ = brief, as_html
 
+    def numbers(self) -> dict[str, float]:
+        """Those of every layer, by its first parameter, as ``opt.metrics(layers=True)`` has them."""
+        out: dict[str, float] = {}
+        for layer in self.layers:
+            of = {f"cond_{key}": side.condition for key, side in layer.factors.items()}
+            of |= {f"rank_deficit_{key}": side.deficit for key, side in layer.factors.items()}
+            if layer.factors:
+                of |= {"dead_units": layer.factors["S"].dead, "dead_inputs": layer.factors["A"].dead}
+            of |= {} if layer.share is None else {"damping_share": layer.share}
+            out |= {f"layer/{layer.names[0]}/{key}": value for key, value in {**of, "step_length": layer.step}.items()}
+        return out
+
     def __str__(self) -> str:
         heads = ("parameters", "cond S", "cond A", "damped", "damping", "rank S", "rank A", "dead units", "step")
         cells = [_cells(layer) for layer in self.layers]
@@ -447,10 +460,8 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    last_step = tracker.step - 1
-    ages = (None, None) if tracker.constant else (last_step - tracker.estimated, last_step - preconditioner.inverted)
     damping = like(λ, last.damping)
-    return Diagnostics(tuple(ordered), damping, ages[0], ages[1], _norm(δ, ω, tuple(δ)), last.accepted)
+    return Diagnostics(tuple(ordered), damping, *ages(tracker, preconditioner), _norm(δ, ω, tuple(δ)), last.accepted)
 
 
 def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float, eps: float) -> Health:

@@ -19,7 +19,7 @@ from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative, is_number
 from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
-from natgrad.step.base import PlainRule, Rates, Step, StepRule, rescale_, squared_length
+from natgrad.step.base import PlainRule, Rates, Step, StepRule, pairings, rescale_, squared_length
 
 Members: TypeAlias = Sequence[Sequence[tuple[str, Tensor]]]  # names and parameters of every group
 
@@ -369,6 +369,20 @@ def displacement(rates: Rates, velocity: Mapping[str, Tensor], like: Mapping[str
     return Vector({name: moved[name] if name in moved else torch.zeros_like(t) for name, t in like.items()})
 
 
+@final
+@dataclass(frozen=True)
+class PlainStep:
+    """What a plain step leaves for ``NaturalGradient.last`` and ``metrics``.
+
+    ``velocities``: of groups whose velocity is not their momentum. ``pairings``: ⟨ω, v⟩ [] of every group, if they were
+    computed and v is the natural gradient. ``scale``: the number of the rule for all parameters.
+    """
+
+    velocities: Mapping[str, Tensor]
+    pairings: Sequence[Tensor]
+    scale: Tensor | float | None  # on the host where it was needed there
+
+
 def plain_step(
     ω: Covector,
     update: ParamUpdate,
@@ -377,14 +391,14 @@ def plain_step(
     rule: PlainRule,
     flag: Flag,
     beside: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
+) -> PlainStep:
     """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the numbers c of the rule: everything in place.
 
     With momentum on gradients v = (μm + (1 − μ)ω)♯ or m♯ for the new m, and θ ← (1 − lr·wd)θ − lr·c·v.
 
     On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
     there, the old values stay, and the kernels can be captured. ``beside``: gradients that are not in ω and must be
-    finite, too. Returns the velocities of groups whose velocity is not their momentum, for ``NaturalGradient.last``.
+    finite, too.
     """
     asynchronous = is_asynchronous(next(iter(ω.values())).device)
     if beside and not asynchronous:
@@ -393,12 +407,16 @@ def plain_step(
     entering = update.momentum_input(ω, smoothed)
     v, pairing = _direction(smoothed, inverse, rule, measured=rule.measured or not asynchronous)
     if pairing is None:
-        square = torch.zeros(())  # nobody reads it
+        terms, square = list[Tensor](), torch.zeros(())  # nobody reads it
     elif len(rates) <= 1:
-        square = pairing * rates[0][1] ** 2 if rates else pairing
+        terms, square = [pairing], pairing * rates[0][1] ** 2 if rates else pairing
     else:  # also where the rates are equal: a resumed run must add in the same order
-        square = squared_length(smoothed, v, rates)
+        terms = pairings(smoothed, v, rates)
+        square = squared_length(terms, rates)
     scale = rule.scale(v, square)
+    natural = type(rule).direction is PlainRule.direction
+    of_all = scale if isinstance(scale, Tensor) else None
+    found = terms if natural else [], of_all if of_all is None or asynchronous else float(of_all)
     indicators = {} if pairing is None else {"⟨ω, v⟩": pairing}  # finite only if ω, v and c are
     if isinstance(scale, Tensor):
         indicators = {**(indicators or v), "c": scale}
@@ -410,11 +428,11 @@ def plain_step(
     if asynchronous and on_steps and _can_fuse(v, update):
         flag.look(indicators)
         _fused_update(v, scale, update, flag)
-        return {}
+        return PlainStep({}, *found)
     if pairing is not None and not asynchronous and not math.isfinite(float(pairing)):
         flag.check(ω, "the gradient")
         flag.check(v, "the step")  # else the sum has overflowed, and no number in it
-    if scale is not None and (asynchronous or float(scale) != 1.0):
+    if scale is not None and (asynchronous or found[1] != 1.0):
         fused.scale_(list(v.values()), scale)
     velocities = dict(v.items())  # a ``Vector`` is looked up in Python
     update.add_momentum(velocities)
@@ -430,7 +448,7 @@ def plain_step(
         if group.momentum:
             group.remember(velocity if on_steps else [entering[name] for name in group.names], flag.value)
     without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
-    return {name: velocities[name] for group in without_velocity for name in group.names}
+    return PlainStep({name: velocities[name] for group in without_velocity for name in group.names}, *found)
 
 
 def _direction(

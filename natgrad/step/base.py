@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, TypeAlias, final
 
+import torch
 from torch import Tensor
 
 from natgrad.accelerate.fused import pairing, scale_, scale_each_
@@ -38,6 +39,8 @@ class Step:
         velocity: The momentum from now on, where the rule decides it.
         converged: Whether a rule of convergence is met, which ``reason`` names, by this step or, if it is not accepted,
             at this point.
+        numbers: What else the rule has computed, by the names that ``opt.metrics()`` gives them, such as
+            "predicted_decrease".
     """
 
     displacement: Vector
@@ -48,6 +51,7 @@ class Step:
     landing: Mapping[str, Tensor] = field(default_factory=dict)
     velocity: Vector | None = None
     converged: bool = False
+    numbers: Mapping[str, float | Tensor] = field(default_factory=dict)
 
     __repr__ = brief
 
@@ -232,14 +236,18 @@ class PlainRule(StepRule):
     def take(self, context: StepContext) -> Step:
         ω = context.smooth(context.differential)
         v = self.direction(ω, SharpMap(lambda ω: context.sharp(ω, context.damping)))
-        rescale_(v, self.scale(v, squared_length(ω, v, context.rates)))
+        rescale_(v, self.scale(v, squared_length(pairings(ω, v, context.rates), context.rates)))
         return Step(context.move(v), context.damping)
 
 
-def squared_length(ω: Covector, v: Vector, rates: Rates) -> Tensor:
-    """⟨lr·ω, lr·v⟩ [], every parameter with the learning rate of its group."""
-    terms = [pairing([(ω[name], v[name]) for name in names]) * lr**2 for names, lr in rates]
-    return sum(terms, start=next(iter(v.values())).new_zeros(()))
+def pairings(ω: Covector, v: Vector, rates: Rates) -> list[Tensor]:
+    """⟨ω, v⟩ [] of every group."""
+    return [pairing([(ω[name], v[name]) for name in names]) for names, _ in rates]
+
+
+def squared_length(terms: Sequence[Tensor], rates: Rates) -> Tensor:
+    """⟨lr·ω, lr·v⟩ [] from ⟨ω, v⟩ of every group, each with its learning rate."""
+    return sum((term * lr**2 for term, (_, lr) in zip(terms, rates, strict=True)), start=torch.zeros(()))
 
 
 def rescale_(v: Vector, scale: Scale) -> None:

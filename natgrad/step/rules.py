@@ -144,7 +144,7 @@ class TrustRegion(StepRule):
         reason = "no length in the metric" if half <= 0 else ""
         scale = min(1.0 if half <= 0 else math.sqrt(self.radius / half), self.longest)
         if self.backtracking is None:
-            return Step(δ * scale, context.damping, reason=reason)
+            return Step(δ * scale, context.damping, reason=reason, numbers=_length(scale, half))
         look, start = self.backtracking, context.loss(None) if self.backtracking.improve else math.inf
 
         def tried(scale: float) -> tuple[float, str]:
@@ -160,10 +160,16 @@ class TrustRegion(StepRule):
             (moved, wrong), tries = tried(scale), tries + 1
         if wrong:
             return Step(δ * 0.0, context.damping, accepted=False, reason=f"{wrong} after {tries} tries")
+        numbers = _length(scale, half)
         if tries == 1:
-            return Step(δ * scale, context.damping, reason=reason)
+            return Step(δ * scale, context.damping, reason=reason, numbers=numbers)
         reason = f"shortened to {scale / whole:.3g} in {tries} tries: divergence {moved:.3g} of radius {self.radius:g}"
-        return Step(δ * scale, context.damping, reason=reason)
+        return Step(δ * scale, context.damping, reason=reason, numbers=numbers)
+
+
+def _length(scale: float, half: float) -> dict[str, float]:
+    """√(δᵀGδ) of a step with half that square, times its scale."""
+    return {"clip_scale": scale, "step_length": scale * math.sqrt(max(2 * half, 0.0))}
 
 
 @final
@@ -251,7 +257,8 @@ class LevenbergMarquardt(StepRule):
             ratio = actual / predicted if predicted < 0 else 0.0
             if lower:
                 reason = self._met(context, u, start, actual, predicted)
-                return Step(δ, self._adapted(λ, ratio), ratio=ratio, reason=reason, converged=bool(reason))
+                numbers, λ = {"predicted_decrease": -predicted}, self._adapted(λ, ratio)
+                return Step(δ, λ, ratio=ratio, reason=reason, converged=bool(reason), numbers=numbers)
             λ = min(λ * self.factor**2, 1 / self.smallest)  # never infinite, however often no step is found
         if δ is None:
             assert singular is not None

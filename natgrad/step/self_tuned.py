@@ -91,30 +91,40 @@ class SelfTuned(StepRule):
             weights = weights * _no_longer(_GROWTH**2 * H[1, 1], weights @ H @ weights)
         δ = Vector({name: t.to(Δ[name].dtype) for name, t in Δ.unflatten(weights @ flat).items()})
         if untried:
-            return Step(δ, λ, velocity=δ)
-        return self._tried(context, δ, float(weights @ slope + 0.5 * weights @ H @ weights), λ)
+            return Step(δ, λ, velocity=δ, numbers=_numbers(weights, slope, H))
+        return self._tried(context, δ, weights, slope, H, λ)
 
-    def _tried(self, context: StepContext, δ: Vector, predicted: float, λ: float) -> Step:
+    def _tried(self, context: StepContext, δ: Vector, weights: Tensor, slope: Tensor, H: Tensor, λ: float) -> Step:
         """The step, cut until the loss does not rise, and the damping that follows."""
-        here = context.loss(None)
+        here, numbers = context.loss(None), _numbers(weights, slope, H)
+        predicted = -float(numbers["predicted_decrease"])
         rounding = 10 * max(torch.finfo(t.dtype).eps for t in δ.values()) * abs(here)
         actual = context.loss(δ) - here
         if -predicted <= rounding and abs(actual) <= rounding:
-            return Step(δ, λ, velocity=δ)  # nothing can be said
+            return Step(δ, λ, velocity=δ, numbers=numbers)  # nothing can be said
         ratio = actual / predicted if predicted < 0 and math.isfinite(actual) else -math.inf
         if actual <= rounding:
-            return Step(δ, self._adapted(λ, ratio), ratio=ratio, velocity=δ)
+            return Step(δ, self._adapted(λ, ratio), ratio=ratio, velocity=δ, numbers=numbers)
         more = min(_CUT * λ, 1 / self.smallest)
         for _ in range(_CUTS):
-            δ = δ / _CUT
+            δ, weights = δ / _CUT, weights / _CUT
             if context.loss(δ) - here <= rounding:
-                return Step(δ, more, ratio=ratio, velocity=δ, reason="cut: the loss was higher at its end")
+                numbers, reason = _numbers(weights, slope, H), "cut: the loss was higher at its end"
+                return Step(δ, more, ratio=ratio, velocity=δ, reason=reason, numbers=numbers)
         return Step(δ, more, accepted=False, ratio=ratio, reason=f"the loss is higher even after {_CUTS} cuts")
 
     def _adapted(self, λ: float, ratio: float) -> float:
         if ratio > 0.75:
             return max(λ / (_CUT if ratio > 1.5 else self.factor), self.smallest)
         return min(λ * self.factor, 1 / self.smallest) if ratio < 0.25 else λ
+
+
+def _numbers(weights: Tensor, slope: Tensor, H: Tensor) -> dict[str, Tensor]:
+    """α, μ, and what the model says of their step."""
+    square = weights @ H @ weights
+    names = ("lr_effective", "momentum_effective")
+    model = {"step_length": square.sqrt(), "predicted_decrease": -(weights @ slope) - 0.5 * square}
+    return {**dict(zip(names, weights.unbind(), strict=False)), **model}
 
 
 def _no_longer(bound: Tensor, square: Tensor) -> Tensor:

@@ -236,6 +236,30 @@ def test_a_recorded_step_waits_for_nothing() -> None:
         loop.go(20)
 
 
+@pytest.mark.parametrize("make", [ng.KFAC, ng.Natural, ng.Shampoo], ids=lambda make: make.__name__)
+def test_numbers_for_a_logger_wait_for_nothing(make: Any) -> None:
+    model, loss = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).cuda(), nn.CrossEntropyLoss()
+    x, t = torch.randn(32, 8, device="cuda"), torch.arange(32, device="cuda") % 4
+    opt = make(model, loss) if make is ng.KFAC else make(model)
+    rows: list[tuple[dict[str, float], int]] = []
+    log = ng.log_to(opt, lambda numbers, step: rows.append((numbers, step)), every=1)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            opt.zero_grad()
+            loss(model(x), t).backward()
+            opt.step()
+
+    train(45)
+    with no_waiting():
+        train(5)
+        found = opt.metrics()
+    log.close()
+    assert [step for _, step in rows] == list(range(1, 51))
+    del found["natgrad/step"]
+    assert rows[-1][0] == pytest.approx({name: float(value) for name, value in found.items()})
+
+
 @pytest.mark.parametrize("every", [(1, 3), (2, 4)])
 def test_recorded_sobolev_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
     options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
