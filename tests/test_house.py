@@ -187,7 +187,7 @@ def test_an_import_loads_no_compiler() -> None:
 # Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
-    "accelerate": 2782,
+    "accelerate": 2715,
     "cli": 375,
     "data": 23,
     "families": 2104,
@@ -200,13 +200,13 @@ LINES: dict[str, int] = {
     "mirror": 1021,
     "natgrad": 2739,
     "operators": 0,
-    "optim": 3194,
+    "optim": 3175,
     "output": 1175,
     "pullbacks": 4403,
     "rules": 1508,
-    "solve": 244,
+    "solve": 241,
     "step": 853,
-    "structures": 3582,
+    "structures": 3352,
     "vi": 1287,
     "watch": 572,
 }

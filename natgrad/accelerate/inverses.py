@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import in_transform, is_asynchronous
-from natgrad.accelerate.flags import to_host_async
+from natgrad.accelerate.fused import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.roots import (
     NOISE,
@@ -38,7 +38,6 @@ _BATCH_BYTES = 2**24, 2**22  # of matrices that are inverted at once
 _LAYER_BYTES = 2**26, 2**22  # of layers that are solved at once: products of one layer leave a GPU half idle
 _LARGE = 1024  # rows, from which products are faster on a GPU than the many small kernels of a triangular solve
 _CAPTURED = 2048  # rows, from which the kernels take longer than their launches, and a graph would hold much memory
-_ROOT = 2048  # rows, from which triangular solves on a CPU are as fast as products with an inverse
 _ROOTS_BATCHED = 2048  # rows, as above, for roots by products on a GPU, which one matrix leaves half idle
 _ROOTS_BYTES = 2**28
 _SMALL = 256  # rows, up to which roots by products on a GPU take as long as their launches
@@ -270,44 +269,6 @@ def _of_device(constants: tuple[int, int], device: torch.device) -> int:
     return constants[0] if is_asynchronous(device) else constants[1]
 
 
-@final
-class InverseStack:
-    """(F + shift)⁻¹ of matrices [b d d], or of diagonals [b d], in memory that stays where it is.
-
-    One large matrix on a CPU is left as U with UᵀU = F + shift: two triangular solves take as long as a product with
-    the inverse, and inverting U would take twice as long as Cholesky. It is inverted where ``inverses`` are asked for.
-    Solutions are contiguous, as the parameters are that they are added to.
-
-    >>> stack = InverseStack(torch.tensor([[[2.0]]]), is_root=True)
-    >>> stack.solve(torch.ones(1, 1, 3)), stack.inverses()
-    (tensor([[[0.2500, 0.2500, 0.2500]]]), tensor([[[0.2500]]]))
-    """
-
-    def __init__(self, memory: SymFactor, is_root: bool = False) -> None:
-        self.memory, self.is_root = memory, is_root
-
-    def inverses(self) -> SymFactor:
-        """[b d d] or [b d], in place."""
-        if self.is_root:
-            torch.cholesky_inverse(self.memory.mT, out=self.memory.mT)
-            self.is_root = False
-        return self.memory
-
-    def solve(self, w: Tensor) -> Tensor:
-        """(F + shift)⁻¹ w, for w [b d i]."""
-        if self.is_root:
-            half = torch.linalg.solve_triangular(self.memory.mT, w, upper=False)
-            return torch.linalg.solve_triangular(self.memory, half, upper=True).contiguous()
-        return torch.matmul(self.memory, w) if is_dense(self.memory) else self.memory.unsqueeze(-1) * w
-
-    def solve_right(self, w: Tensor) -> Tensor:
-        """w (F + shift)⁻¹, for w [b o d]."""
-        if self.is_root:
-            half = torch.linalg.solve_triangular(self.memory, w, upper=True, left=False)
-            return torch.linalg.solve_triangular(self.memory.mT, half, upper=False, left=False).contiguous()
-        return torch.matmul(w, self.memory) if is_dense(self.memory) else w * self.memory.unsqueeze(-2)
-
-
 # One batch of matrices, by Cholesky.
 
 
@@ -451,7 +412,6 @@ class Inversion:
     shift: Tensor  # [c]
     out: SymFactor  # of the shape of F
     title: str = "a factor of the metric"
-    stack: InverseStack | None = None  # that ``out`` lies in, where a root may take the place of an inverse
 
 
 def rows_of(diagonals: Sequence[Tensor]) -> Tensor:
@@ -535,11 +495,6 @@ def _invert_batch(
     dead = None if epsilon is None else shifts == 0
     shifts = shifts if dead is None else shifts + dead.to(shifts.dtype)  # else nothing could be inverted
     roots = power != 1
-    if not roots and dead is None and len(jobs) == 1 and _take_root(jobs[0], warm):
-        return []
-    for job in jobs:
-        if job.stack is not None:
-            job.stack.inverses()
     if roots:
         inverses, good = _roots(_padded(jobs), shifts, jobs, power, epsilon, wait)
     else:
@@ -591,27 +546,6 @@ def _runs(jobs: Sequence[Inversion]) -> list[tuple[slice, int, list[Inversion]]]
         alike = list(of_size)
         runs.append((slice(at, at := at + sum(len(job.factor) for job in alike)), d, alike))
     return runs
-
-
-def _take_root(job: Inversion, warm: bool) -> bool:
-    """U with UᵀU = F + shift into ``out``, of one large matrix on a CPU; whether that is done.
-
-    ``warm``: ``out`` holds the last inverse, which stays where it fails.
-    """
-    stack = job.stack
-    if stack is None or len(stack.memory) > 1 or job.out.shape[-1] < _ROOT or is_asynchronous(job.out.device):
-        return False
-    if warm or not job.out.is_contiguous():
-        M = _damped([job], job.shift)
-    else:  # no last inverse has to stay there, and fresh memory is slow
-        M = job.out.copy_(job.factor)
-        M.diagonal(dim1=-2, dim2=-1).add_(job.shift.to(M.dtype).unsqueeze(-1))
-    if bool(_cholesky_(M)[1].any()):
-        return False  # to be tried again in double precision
-    if M is not job.out:
-        job.out.copy_(M)
-    stack.is_root = True
-    return True
 
 
 def _damped(jobs: Sequence[Inversion], shifts: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -573,7 +573,6 @@ def marked_moment(x: Tensor, nonzero: Tensor) -> Tensor:
 
 
 _WAITING = 2**22  # bytes that wait to be averaged together on a GPU, at least: a launch of few takes as long as of many
-_WAITING_ALONE = 2**26  # the same, where there is memory
 _SHARE = 8  # or this part of all factors
 _LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
 _LINE = 16  # numbers of a cache line
@@ -585,8 +584,7 @@ _VECTOR = 4  # numbers that they read at once, where a tensor starts at such a m
 class PendingAverages:
     """Ā ← (1 − w) Ā + w total/count of factors that arrive one by one (Martens and Grosse 2015, section 5).
 
-    They wait for others, and all leave their averages alone where one is not finite. ``alone``: no pass holds its
-    activations meanwhile, so that more may wait.
+    They wait for others, and all leave their averages alone where one is not finite.
 
     >>> average = torch.ones(1, 1, 1)
     >>> averages = PendingAverages([average])
@@ -596,23 +594,19 @@ class PendingAverages:
     2.0
     """
 
-    def __init__(self, factors: Sequence[Tensor], *, alone: bool = False) -> None:
-        least = _WAITING_ALONE if alone else _WAITING
-        self._most = max(least, sum(factor.nbytes for factor in factors) // _SHARE)
+    def __init__(self, factors: Sequence[Tensor]) -> None:
+        self._most = max(_WAITING, sum(factor.nbytes for factor in factors) // _SHARE)
         self._waiting: list[Pending] = []
         self._bytes = 0
 
-    def add(
-        self, factor: Tensor, total: Tensor, *, count: int | Tensor, weight: float | Tensor, is_moment: bool = True
-    ) -> None:
+    def add(self, factor: Tensor, total: Tensor, *, count: int | Tensor, weight: float | Tensor) -> None:
         """Average a factor [c d d], or a diagonal [c d], now or at the next ``flush``.
 
-        Where the count is a tensor [], of single precision and above zero, the total is overwritten. ``is_moment``: of
-        [c d d] the diagonal tells whether all is finite.
+        Where the count is a tensor [], of single precision and above zero, the total is overwritten.
         """
         assert factor.shape == total.shape
         count = count if isinstance(count, Tensor) else max(count, 1)
-        self._waiting.append(Pending.of(factor, total, weight, count, is_moment=is_moment))
+        self._waiting.append(Pending.of(factor, total, weight, count))
         self._bytes += total.numel() * total.element_size()
         if self._bytes > self._most:
             self.flush()
@@ -679,12 +673,10 @@ class Pending:
         return id(self.weight), id(self.count) if isinstance(self.count, Tensor) else self.count
 
     @staticmethod
-    def of(
-        factor: Tensor, total: Tensor, weight: float | Tensor, count: int | Tensor, *, is_moment: bool = True
-    ) -> Pending:
+    def of(factor: Tensor, total: Tensor, weight: float | Tensor, count: int | Tensor) -> Pending:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
         if not _padded(factor):
-            on_diagonal = total.diagonal(dim1=-2, dim2=-1) if is_moment and total.ndim == 3 else None
+            on_diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else None
             return Pending(factor.view(-1), total.contiguous().view(-1), on_diagonal, weight, count)
         if total.stride()[1:] != factor.stride()[1:]:
             like = torch.empty_strided(factor.shape, factor.stride(), dtype=total.dtype, device=total.device)

@@ -283,31 +283,6 @@ def inverse_powers(
     return out, torch.where(good & (residual < math.inf), residual, math.inf)
 
 
-def quick_inverse_power(A: Tensor, power: float, *, shift: Tensor, condition: float) -> Tensor | None:
-    """(A + λ)⁻ᵖ [b n n] by products on a GPU, or None: eigenvalues are quicker, or have to tell what is wrong with A.
-
-    The device is waited for. Without a shift above rounding the eigenvalues tell whether A is singular.
-    """
-    if by_eigenvalues(A) or not A.numel():
-        return None
-    rounding = A.shape[-1] * torch.finfo(A.dtype).eps * torch.linalg.matrix_norm(A.float())
-    (X,), residual = inverse_powers(A, [power], shift=shift, condition=condition)
-    good = (residual <= NOISE) & (shift > rounding)
-    return X.to(A.dtype) if bool(good.all()) else None
-
-
-def root_flops(n: int, powers: Sequence[float], device: torch.device, condition: float = 1e6) -> int:
-    """Operations, in leading terms, of these inverse powers of the statistics of one matrix [n n] on a device.
-
-    >>> root_flops(10, [0.5], torch.device("cpu")), root_flops(10, [0.5], torch.device("cuda"))
-    (11000, 44000)
-    """
-    like = torch.empty(0, device="meta") if is_asynchronous(device) else torch.empty(0, device="cpu")
-    if by_eigenvalues(like):
-        return (EIGENVECTORS + 2 * len(powers)) * n**3
-    return 2 * product_count(powers, _scaled_condition(condition, n), NOISE) * n**3
-
-
 def _scaled_condition(condition: float, n: int) -> float:
     """The bound that a matrix is divided by, over its smallest eigenvalue, at most.
 
@@ -317,17 +292,6 @@ def _scaled_condition(condition: float, n: int) -> float:
     '2, 1e+04'
     """
     return min(_MARGIN * (max(1.0, condition) ** 4 + n) ** 0.25, float(_MOST))
-
-
-def product_count(powers: Sequence[float], condition: float, error: float) -> int:
-    """How many products of two matrices ``inverse_powers`` makes."""
-    expansions = [_expansion(power, condition, error) for power in powers]
-    deepest = max((m for _, m, _ in expansions), default=0)
-    products = 1  # the square, for a bound of the largest eigenvalue
-    for j in range(1, deepest + 1):
-        steps = len(minimax(condition ** (0.5**j), error, _TERMS))
-        products += (j > 1) + 5 * steps - 4 + (j < deepest)
-    return products + sum(max(0, len(factors) - 1 + (3 if quartic else 0)) for factors, _, quartic in expansions)
 
 
 def suited_precision(matrices: Tensor) -> Precision:

@@ -7,7 +7,7 @@ that a subclass must have); the parameters move, θ ← (1 − lr·wd)θ − lr�
 (``natgrad.gradients.assignment``).
 
 Nothing waits for a GPU. There NaN and infinity close a gate on the device: the step changes nothing, and a later step
-raises (``natgrad.accelerate.flags``). A step that comes again is replayed from a CUDA graph.
+raises (``natgrad.accelerate.fused``). A step that comes again is replayed from a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate import fused
 from natgrad.accelerate.devices import full_precision, is_asynchronous
-from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import Flag
 from natgrad.accelerate.modules import load_compiler, uncompiled
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import NonFiniteError

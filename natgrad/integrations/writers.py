@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
-from natgrad.accelerate.flags import Readback
+from natgrad.accelerate.fused import Readback
 from natgrad.linalg import is_number
 
 Write: TypeAlias = Callable[[dict[str, float], int], object]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import can_read
-from natgrad.accelerate.flags import Flag
-from natgrad.accelerate.fused import copy_
+from natgrad.accelerate.fused import Flag, copy_
 from natgrad.linalg import is_number
 from natgrad.mirror.charts import Boundary, Move, Shorten, mirror_step, per_member
 from natgrad.mirror.member import Member

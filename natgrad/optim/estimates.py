@@ -35,7 +35,7 @@ from natgrad.accelerate.devices import (
     refuse_compiled_backward,
     set_rng_state,
 )
-from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import Flag
 from natgrad.accelerate.modules import compiling, uncompiled, without_saved_tensor_hooks
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector
@@ -61,12 +61,10 @@ from natgrad.pullbacks.pullback import Batch, NoRuleError, Observer, OperationsN
 from natgrad.pullbacks.rows import check_inputs
 from natgrad.pullbacks.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
-from natgrad.structures.base import Operator, constant
+from natgrad.structures.base import Operator, Refresh, constant
 from natgrad.structures.kronecker import Kronecker, KroneckerInBackward
 from natgrad.structures.layered import Layered
-from natgrad.structures.refresh import Refresh
-from natgrad.watch.base import Watcher
-from natgrad.watch.hooks import LossHook, ModuleHook, attach_hook, in_training, loss_in, on_cotangent
+from natgrad.watch.base import LossHook, ModuleHook, Watcher, attach_hook, in_training, loss_in, on_cotangent
 from natgrad.watch.loss import differ
 from natgrad.watch.model import ModelState
 
@@ -331,7 +329,7 @@ class MetricTracker:
     def gradient_sample(self, ω: Covector, without: frozenset[str]) -> GradientSample:
         """The gradient of this step; ``without``: parameters that have none, for which ω is zero."""
         observer = self.observer
-        return GradientSample(ω, without, observer.blocks, observer.bound, observer.cache.graphs)
+        return GradientSample(ω, without, observer.blocks, observer.bound)
 
     # Several processes: an error of one is raised by all, where all of them are.
 
@@ -552,13 +550,8 @@ class GradientSource(Source):
         tracker.sees_all()
         structure, sample = tracker.structure, tracker.gradient_sample(ω, without)
         with full_precision(tracker.device):
-            if tracker.average is not None and structure.gradient_in_place:
-                weight = replace(tracker.weight)
-                tracker.average = structure.absorb_gradient(sample, tracker.average, weight.next(1))
-                tracker.weight, tracker.absorbed = weight, True
-            else:
-                tracker.hold(structure.of_gradient(sample, tracker.average), 1)
-                tracker.joined = True  # it is that of all processes
+            tracker.hold(structure.of_gradient(sample, tracker.average), 1)
+            tracker.joined = True  # it is that of all processes
 
     def operator(self) -> tuple[Operator, bool]:
         return self.tracker.merged()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate import fused
 from natgrad.accelerate.devices import get_rng_state, is_asynchronous, set_rng_state
-from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import Flag
 from natgrad.accelerate.modules import load_compiler, uncompiled
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, LossMismatchError, NonFiniteError
@@ -61,16 +61,14 @@ from natgrad.pullbacks.pullback import Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
+from natgrad.step.base import Fixed, Loss, PlainRule, Step, StepContext, StepRule
 from natgrad.step.normalised import Normalised
 from natgrad.step.polar import Polar
-from natgrad.step.rules import Fixed
-from natgrad.structures.base import Operator, Structure
+from natgrad.structures.base import Operator, Refresh, Structure
 from natgrad.structures.dense import Dense
 from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.kronecker import check_source
 from natgrad.structures.layered import Layered
-from natgrad.structures.refresh import Refresh
 from natgrad.watch.base import Watcher
 from natgrad.watch.loss import LossWatch, ScaleWatch, has_loss
 from natgrad.watch.model import ModelState, ModelWatch
@@ -274,7 +272,6 @@ class NaturalGradient(torch.optim.Optimizer):
             device=device,
             world=world,
             power_share=step.power_share,
-            of_gradients=of_gradients,
         )
         self.flag = Flag()
         # Gradients that are too many to copy lie in few places: those of passes with and without an estimate.
@@ -485,8 +482,6 @@ class NaturalGradient(torch.optim.Optimizer):
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(G, estimated)
         self._discard()
-        if estimated:
-            self.tracker.average = self.preconditioner.refresh_basis_after(G)
 
     def _discard(self) -> None:
         """The step is over: wait for nothing that belongs to it."""

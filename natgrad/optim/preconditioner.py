@@ -19,10 +19,9 @@ from natgrad.optim.distributed import Processes
 from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
-from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.base import Inverse, Operator, Refresh
 from natgrad.structures.kronecker import NOT_POSITIVE, retry
 from natgrad.structures.layered import LayerInverse, sides_of
-from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
 
@@ -32,7 +31,6 @@ class Preconditioner:
     """(G + λ)⁻¹, which a solver computes again when the schedule says so, if G or λ has changed.
 
     ``world``: the processes that share the work. ``power_share`` s: the step rule needs (G + λ)^-sp of a metric G^p.
-    ``of_gradients``: G is a moving average of gradients (``BatchGradient``).
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class Preconditioner:
         device: torch.device,
         world: Processes,
         power_share: float,
-        of_gradients: bool,
     ) -> None:
         self.solver, self.schedule, self.world, self.power_share = solver, schedule, world, power_share
         self.inverse: Inverse | None = None
@@ -53,8 +50,6 @@ class Preconditioner:
         self.outdated = False  # the metric has been estimated since it was inverted
         self.inverted = 0  # the step in which the inverse was made
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
-        # Whether the basis of the metric is renewed after a step, and not before it is inverted.
-        self._follows = of_gradients and schedule.structure.renews_after and schedule.inverse == 1
         self._device = device
         self.inversions = self.failures = 0  # of this process
         self.version = 0  # changes with the memory that the inverse is in
@@ -93,21 +88,7 @@ class Preconditioner:
         if not self.due(damping):
             self._settled = damping
             return G
-        if self._follows:
-            return G
         return self._with_new_basis(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
-
-    def refresh_basis_after(self, G: Operator) -> Operator:
-        """After a step with a new gradient, G in a new basis, if one is due before the next (Vyas et al. 2024).
-
-        The first basis is that of the first gradient, which is all that G has seen then.
-        """
-        if not self._follows or self._step == 0 or not self.schedule.basis_due_after(self._step):
-            return G
-        outdated, self.outdated = self.outdated, True  # the inverse has the old basis, also where this raises
-        renewed = self._with_new_basis(G)
-        self.outdated = outdated or renewed is not G
-        return renewed
 
     def due(self, damping: Damping) -> bool:
         """Whether the inverse is computed again in this step.

@@ -24,16 +24,14 @@ from natgrad.output.sobolev import Sobolev
 from natgrad.pullbacks.layer import LARGEST
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
-from natgrad.step.base import StepRule
+from natgrad.step.base import Fixed, KLClip, StepRule
 from natgrad.step.normalised import Normalised
 from natgrad.step.polar import Polar
-from natgrad.step.rules import Fixed, KLClip
-from natgrad.structures.base import Structure
+from natgrad.structures.base import Refresh, Structure
 from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker
 from natgrad.structures.kernel import Kernel
 from natgrad.structures.kronecker import Kronecker
-from natgrad.structures.refresh import Refresh
 
 _DIAGONAL, _CHOLESKY, _CLIP, _QUARTER = Diagonal(), Cholesky(), KLClip(), Median(divisor=4.0)
 _FIXED, _KERNEL = Fixed(), Kernel()

@@ -24,9 +24,8 @@ from natgrad.show import as_html, brief
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
 from natgrad.step.self_tuned import SelfTuned
-from natgrad.structures.base import Cost
+from natgrad.structures.base import Cost, Refresh
 from natgrad.structures.layered import LATE, Layered, LayerOperator, LayerSpectrum
-from natgrad.structures.refresh import Refresh
 
 _PENDING = "found at the first pass"
 _IDENTITY = "metric: the identity (power 0): nothing is estimated, inverted or damped"

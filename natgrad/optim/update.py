@@ -14,7 +14,7 @@ from torch import Tensor
 
 from natgrad.accelerate import fused
 from natgrad.accelerate.devices import is_asynchronous
-from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import Flag
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative, is_number
 from natgrad.model import Model

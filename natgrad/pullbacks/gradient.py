@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.inverses import layers_at_once, stacked
 from natgrad.accelerate.moments import gram
-from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
 from natgrad.pullbacks.layer import Block
-from natgrad.pullbacks.layer_factors import FactorList, FactorSink
 from natgrad.rules.base import Call, Keys, Rule
-from natgrad.rules.features import Features, Moment
+from natgrad.rules.features import Features
 
 Shapes: TypeAlias = Callable[
     [Block], tuple[tuple[int, ...], tuple[int, ...]]
@@ -46,7 +44,6 @@ class GradientSample:
     without: frozenset[str]
     blocks: Sequence[Block]
     memory: int  # bytes that the structure may occupy
-    graph_cache: GraphCache[None]
 
     def over(self, names: Collection[str]) -> GradientSample:
         """The same sample, of some parameters."""
@@ -123,58 +120,20 @@ def matrices(blocks: Sequence[Block], largest: int) -> list[Block]:
 
 
 def gradient_factors(
-    sample: GradientSample,
-    blocks: Sequence[Block],
-    shapes: Shapes,
-    *,
-    inputs_only: bool = False,
+    sample: GradientSample, blocks: Sequence[Block], shapes: Shapes, *, inputs_only: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
-    """S and A of every matrix in ``blocks``."""
-    sink = FactorList()
-    stream_gradient(sample, blocks, shapes, sink, inputs_only=inputs_only)
-    return sink.pairs()
-
-
-def stream_gradient(
-    sample: GradientSample,
-    blocks: Sequence[Block],
-    shapes: Shapes,
-    sink: FactorSink,
-    *,
-    inputs_only: bool = False,
-    bases: Sequence[Rotations] | None = None,
-) -> None:
-    """S and A of every matrix in ``blocks`` into the sink: three or four kernels for all matrices of one shape.
-
-    On a GPU they are captured in a graph.  ``inputs_only``: S is the
-    identity. ``bases``: of every matrix, in which D = (QᵀG_kP)² goes into the sink too; where they lie is part of the
-    sink's key.
-    """
+    """S and A of every matrix in ``blocks``: three or four kernels for all of one shape. ``inputs_only``: S is 1."""
     gradients = [sample.ω[block.names[0]] for block in blocks]
-
-    def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-        into = sink.with_weight(scalars[0])
-
-        def kind(b: int) -> Hashable:
-            axes = () if bases is None else tuple(side is None for side in bases[b])
-            return blocks[b].shape, shapes(blocks[b]), axes
-
-        for batch in _batches(tensors, kind):
-            G = _joined([tensors[b] for b in batch], blocks[batch[0]].shape)
-            _put(batch, G, blocks, shapes, into, inputs_only)
-            if bases is not None:
-                for b, square in zip(batch, _squares(G, [bases[b] for b in batch]), strict=True):
-                    into.put(b, "D", Moment(square, 1))
-        into.flush()
-
-    if not blocks:
-        return
-    if sink.address_key is None:
-        compute(gradients, [sink.weight])
-    else:
-        # Where the factors lie tells which matrices they are of.
-        key = "gradient", inputs_only, sink.address_key
-        sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True, shaped=True)
+    out: dict[int, tuple[Tensor, Tensor]] = {}
+    for batch in _batches(gradients, lambda b: (blocks[b].shape, shapes(blocks[b]))):
+        only_s, only_a = (len(side) == 2 for side in shapes(blocks[batch[0]]))
+        G = _joined([gradients[b] for b in batch], blocks[batch[0]].shape)
+        o, k, i = G.shape[1:]
+        wide, tall = G.view(len(batch), o, k * i), G.view(len(batch), o * k, i)
+        S = wide.new_ones(len(batch), o) if inputs_only else _moment(wide, i * k, only_diagonal=only_s)
+        A = _moment(tall.mT, o * k, only_diagonal=only_a)
+        out.update(zip(batch, zip(S.split(1), A.split(1), strict=True), strict=True))
+    return [out[b] for b in range(len(blocks))]
 
 
 def squared_gradients(sample: GradientSample, blocks: Sequence[Block], bases: Sequence[Rotations]) -> list[Tensor]:
@@ -214,25 +173,6 @@ def _squares(G: Tensor, bases: Sequence[Rotations]) -> list[Tensor]:
     turned = torch.bmm(stacked(left).mT, turned.view(b, o, k * i)) if left else turned
     turned = torch.bmm(turned.view(b, o * k, i), stacked(right)) if right else turned
     return list(turned.view(b, o, k, i).square().transpose(1, 2).contiguous().unbind())
-
-
-def _put(
-    batch: Sequence[int],
-    G: Tensor,
-    blocks: Sequence[Block],
-    shapes: Shapes,
-    sink: FactorSink,
-    inputs_only: bool,
-) -> None:
-    """The factors of matrices of one shape."""
-    only_s, only_a = (len(side) == 2 for side in shapes(blocks[batch[0]]))
-    o, k, i = G.shape[1:]
-    wide, tall = G.view(len(batch), o, k * i), G.view(len(batch), o * k, i)
-    S = wide.new_ones(len(batch), o) if inputs_only else _moment(wide, i * k, only_diagonal=only_s)
-    A = _moment(tall.mT, o * k, only_diagonal=only_a)
-    for at, b in enumerate(batch):
-        sink.put(b, "S", Moment(S[at : at + 1], 1))
-        sink.put(b, "A", Moment(A[at : at + 1], 1))
 
 
 def _moment(x: Tensor, count: int, *, only_diagonal: bool) -> Tensor:

@@ -172,7 +172,7 @@ def _leaking(gates: Sequence[Any]) -> Iterator[None]:
 # Where factors go.
 
 
-Side: TypeAlias = Literal["S", "A", "D"]  # the factors, and in the basis of EigenKronecker the diagonal
+Side: TypeAlias = Literal["S", "A"]
 
 
 class FactorSink(ABC):

@@ -537,7 +537,7 @@ class LoaderPullback:
         G = G.finite(wait=True)
         if not structure.has_basis or count == 1:
             return G, n, outputs
-        again, n2, *_ = self._one_pass(structure, G.with_new_basis(exact=True))
+        again, n2, *_ = self._one_pass(structure, G.with_new_basis())
         if again is None or n2 != n:
             raise ValueError(
                 f"the loader gave {n} examples in a first pass, and {n2} in a second one, which {structure!r} needs: "

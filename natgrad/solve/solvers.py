@@ -74,10 +74,6 @@ class Cholesky(Solver):
         check_damping(damping, G.layout.dtype)
         return G.inverse(damping)
 
-    def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
-        check_damping(damping, G.layout.dtype)
-        return G.inverse_again(last, damping) if isinstance(G, EigenKroneckerOperator) else G.inverse(damping)
-
 
 @final
 @dataclass(frozen=True)

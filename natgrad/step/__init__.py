@@ -1,5 +1,7 @@
 """Steps: how far and along which curve the parameters move."""
 
+from natgrad.step.base import Fixed as Fixed
+from natgrad.step.base import KLClip as KLClip
 from natgrad.step.base import PlainRule as PlainRule
 from natgrad.step.base import ResidualSpace as ResidualSpace
 from natgrad.step.base import Step as Step
@@ -19,9 +21,7 @@ from natgrad.step.normalised import Normalised as Normalised
 from natgrad.step.polar import Polar as Polar
 from natgrad.step.queries import BatchQueries as BatchQueries
 from natgrad.step.rules import Backtracking as Backtracking
-from natgrad.step.rules import Fixed as Fixed
 from natgrad.step.rules import GeodesicCorrected as GeodesicCorrected
-from natgrad.step.rules import KLClip as KLClip
 from natgrad.step.rules import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.step.rules import TrustRegion as TrustRegion
 from natgrad.step.self_tuned import SelfTuned as SelfTuned

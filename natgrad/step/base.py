@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.accelerate.fused import pairing, scale_, scale_each_
 from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import check_number_fields
 from natgrad.show import brief
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
@@ -238,6 +239,53 @@ class PlainRule(StepRule):
         v = self.direction(ω, SharpMap(lambda ω: context.sharp(ω, context.damping)))
         rescale_(v, self.scale(v, squared_length(pairings(ω, v, context.rates), context.rates)))
         return Step(context.move(v), context.damping)
+
+
+@final
+@dataclass(frozen=True)
+class Fixed(PlainRule):
+    """Step by the learning rate times the natural gradient, as torch's optimizers do.
+
+    Method:
+        δ = −lr·v (Amari 1998).
+    """
+
+    bounded: ClassVar[bool] = True
+
+    def scale(self, v: Vector, square: Tensor) -> None:
+        return None
+
+
+@final
+@dataclass(frozen=True)
+class KLClip(PlainRule):
+    """Shorten steps that would change the predictions too much.
+
+    Args:
+        radius: About twice the largest KL divergence of a step.
+
+    Method:
+        v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)), before it enters the momentum. ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher and
+        without damping, twice the KL divergence of a step v to second order; with damping it is more (Ba, Grosse and
+        Martens 2017). It stays on the device: nothing waits for a GPU.
+
+    Example:
+        >>> KLClip()
+        KLClip(radius=0.001)
+    """
+
+    bounded: ClassVar[bool] = True
+    radius: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_number_fields(self)
+        if not self.radius > 0:
+            raise ValueError(f"KLClip(radius=…) must be positive, got {self.radius}")
+
+    def scale(self, v: Vector, square: Tensor) -> Tensor:
+        # 1 where the square is at most the radius: also for a zero gradient, and for rounding below zero.
+        # NaN where it has overflowed, which must not look like a step of zero.
+        return (self.radius / square.clamp(min=self.radius)).sqrt() + (square - square)
 
 
 def pairings(ω: Covector, v: Vector, rates: Rates) -> list[Tensor]:

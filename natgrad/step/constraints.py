@@ -39,7 +39,7 @@ class Constrained(StepRule):
             what the rule judges.
 
     Example:
-        >>> from natgrad.step.rules import Fixed
+        >>> from natgrad.step.base import Fixed
         >>> Constrained(Fixed(), Clipping({"w": (0.0, 1.0)})).needs_closure
         False
     """
@@ -87,7 +87,7 @@ class BackProjection(Constraint):
         θ ← Π(θ + δ).
 
     Example:
-        >>> from natgrad.step.rules import Fixed
+        >>> from natgrad.step.base import Fixed
         >>> unit = BackProjection(lambda p: {"w": p["w"] / p["w"].norm()})
         >>> Constrained(Fixed(), unit).needs_closure
         False

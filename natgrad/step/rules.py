@@ -1,4 +1,4 @@
-"""Fixed and clipped steps, trust regions, Levenberg–Marquardt, and the geodesic correction."""
+"""Trust regions, Levenberg–Marquardt, and the geodesic correction."""
 
 from __future__ import annotations
 
@@ -7,61 +7,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
 from natgrad.errors import SingularMetricError
 from natgrad.geometry import Vector
 from natgrad.linalg import check_number_fields
-from natgrad.step.base import PlainRule, Step, StepContext, StepRule
+from natgrad.step.base import Step, StepContext, StepRule
 from natgrad.structures.dense import inverse_in_units
-
-
-@final
-@dataclass(frozen=True)
-class Fixed(PlainRule):
-    """Step by the learning rate times the natural gradient, as torch's optimizers do.
-
-    Method:
-        δ = −lr·v (Amari 1998).
-    """
-
-    bounded: ClassVar[bool] = True
-
-    def scale(self, v: Vector, square: Tensor) -> None:
-        return None
-
-
-@final
-@dataclass(frozen=True)
-class KLClip(PlainRule):
-    """Shorten steps that would change the predictions too much.
-
-    Args:
-        radius: About twice the largest KL divergence of a step.
-
-    Method:
-        v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)), before it enters the momentum. ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher and
-        without damping, twice the KL divergence of a step v to second order; with damping it is more (Ba, Grosse and
-        Martens 2017). It stays on the device: nothing waits for a GPU.
-
-    Example:
-        >>> KLClip()
-        KLClip(radius=0.001)
-    """
-
-    bounded: ClassVar[bool] = True
-    radius: float = 1e-3
-
-    def __post_init__(self) -> None:
-        check_number_fields(self)
-        if not self.radius > 0:
-            raise ValueError(f"KLClip(radius=…) must be positive, got {self.radius}")
-
-    def scale(self, v: Vector, square: Tensor) -> Tensor:
-        # 1 where the square is at most the radius: also for a zero gradient, and for rounding below zero.
-        # NaN where it has overflowed, which must not look like a step of zero.
-        return (self.radius / square.clamp(min=self.radius)).sqrt() + (square - square)
-
 
 _AIM = 0.9  # the share of the radius that a shortened step aims at
 

@@ -2,6 +2,7 @@
 
     G = Structure.estimate(pullback)      Operator: products, averages, functions f(G)
     v = G.inverse(damping).solve(ω)       Inverse: factored once, applied to many covectors
+    Refresh(Structure, every=…, decay=…)  when it is estimated and inverted, and how it is averaged over time
 
 A new structure is one file with two classes, a ``Structure`` that estimates and an ``Operator`` that is closed under
 functions of itself (``map``), and one line in ``natgrad/structures/__init__.py``. What the optimizer asks of metrics
@@ -22,7 +23,6 @@ from typing_extensions import Self
 
 from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.fused import copy_, nonfinite, pairing, scaled
-from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import (
@@ -31,10 +31,11 @@ from natgrad.linalg import (
     check_finite,
     check_power,
     inverse_powered,
+    is_number,
     refuse_indefinite,
     refuse_singular,
 )
-from natgrad.model import Model
+from natgrad.model import Model, check_slots, check_types
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
@@ -145,6 +146,9 @@ class Structure(ABC):
     operator: ClassVar[type[Operator]]  # of its estimates, where ``restore`` makes it of its tensors alone
     bounded: ClassVar[bool] = True  # a moving average of its operators stays as small as one of them
 
+    def __post_init__(self) -> None:
+        check_power(self.power, f"{type(self).__name__}(power=…)")
+
     # What a structure says of itself: ``estimate``, and the rest where its default is not right.
 
     @abstractmethod
@@ -185,15 +189,9 @@ class Structure(ABC):
     stored: ClassVar[bool] = True  # an operator holds numbers, so that keeping it for several steps saves work
     one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
     in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place, and never holds a whole estimate
-    gradient_in_place: ClassVar[bool] = False  # and so does ``absorb_gradient``
     by_layer: ClassVar[bool] = False  # layers with a rule are kept apart, and treated otherwise than the rest
     has_basis: ClassVar[bool] = False  # its operators have eigenvectors, which may be kept while they are averaged
     suggested: ClassVar[bool] = False  # an error about memory may name this structure as one that fits
-
-    @property
-    def renews_after(self) -> bool:
-        """Whether its eigenvectors are computed again after a step, for the next gradient, and not in the step."""
-        return False
 
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
         """The moving average (1 − w) Ḡ + w G."""
@@ -209,10 +207,6 @@ class Structure(ABC):
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> Operator:
         """g gᵀ of one gradient in this structure. What is without a gradient is taken from ``like``, or is zero."""
         raise NotImplementedError
-
-    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> Operator:
-        """The moving average (1 − w) Ḡ + w g gᵀ. In a captured step w is a tensor []."""
-        return average.merged(self.of_gradient(sample, average), float(weight))
 
     def extracted(self, G: Operator) -> Operator | None:
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
@@ -396,7 +390,7 @@ class Operator(ABC):
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         """((G + λ)⁺)^p, or for p = 1 the solution of least weighted norm; weight is [p] or [p q]."""
         if weight is not None:
-            self.refuse("Pinv(weight=…)", "it knows no other norm; leave it out, or use Dense, Kernel or Kronecker")
+            self.refuse("Pinv(weight=…)", "it knows no other norm; leave it out, or use Dense, BlockDense or Kernel")
         if self.power == 0:
             return IdentityInverse(self.layout)
         λ, values = self.absolute(damping), self._spectrum()
@@ -749,3 +743,125 @@ class IdentityOperator(Operator):
     def lerp(self, other: Operator, weight: float) -> Self:
         self.same_kind(other)
         return self
+
+
+_EVERY_STEP = 16  # steps in which an early schedule estimates the metric every time
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Refresh(Structure):
+    """Estimate another structure now and then, and average it over time.
+
+    The optimizers use this; ``estimate`` is that of the inner structure.
+
+    Args:
+        structure: The structure to average.
+        every: Steps between estimates.
+        decay: β of the moving average; 0 keeps the last estimate only.
+        inverse: Steps between inverses. In between the last inverse is used, and a change of the damping has no effect.
+            With 1 the metric is inverted whenever it or the damping has changed.
+        early: In the beginning, when the metric changes fastest, it is also inverted in the steps 1, 2, 4, 8, … before
+            the first period is over, and estimated in each of the first 16 of them.
+        basis: A structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
+            and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.
+
+    Method:
+        The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the
+        full weight (Grosse 2021, (32)). Kronecker factors of one process are also weighted by their numbers of
+        examples.
+
+    Example:
+        >>> from natgrad.structures import Dense, Diagonal
+        >>> schedule = Refresh(Diagonal(), every=10, decay=0.95, inverse=20)
+        >>> [step for step in range(1, 50) if schedule.inverse_due(step - 1)]
+        [1, 2, 4, 8, 16, 21, 41]
+        >>> Refresh(Dense(), every=10, decay=0.95)
+        Refresh(structure=Dense(), every=10, decay=0.95, inverse=1)
+    """
+
+    structure: Structure
+    every: int = 1
+    decay: float = 0.0
+    inverse: int = 1
+    early: bool = field(default=True, kw_only=True)
+    basis: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_slots(structure=(self.structure, Structure))
+        if isinstance(self.structure, Refresh):
+            raise ValueError(f"Refresh({self.structure!r}) has two schedules: give it {self.structure.structure!r}")
+        check_types(early=(self.early, bool, "True or False"))
+        for which, got in (("every", self.every), ("inverse", self.inverse), ("basis", self.basis)):
+            if (got is not None or which != "basis") and not is_number(got, whole=True):
+                raise TypeError(f"Refresh({which}=…) must be a whole number of steps, got {got!r}")
+            if got is not None and got < 1:
+                raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
+        if not is_number(self.decay) or not 0 <= self.decay < 1:
+            raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
+        name = type(self.structure).__name__
+        if self.basis is not None and not self.structure.has_basis:
+            raise IncompatibleError(
+                f"Refresh(basis={self.basis}) does not work with {name}, which has no eigenvectors to keep: leave "
+                "it out, or use EigenKronecker"
+            )
+        if self.decay > 0 and not self.structure.bounded:
+            raise IncompatibleError(
+                f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
+                "Use decay=0, or LowRank, Diagonal, BlockDense or Dense"
+            )
+        if self.every > 1 and not self.structure.stored:
+            raise IncompatibleError(
+                f"Refresh(every={self.every}) does not work with {name}: it is never factored, so nothing is saved "
+                "by keeping it, and its graph would be held. Use every=1"
+            )
+
+    @property
+    def power(self) -> float:  # type: ignore[override]  # of the inner structure
+        return self.structure.power
+
+    @property
+    def has_basis(self) -> bool:  # type: ignore[override]  # of the inner structure
+        return self.structure.has_basis
+
+    def elements(self, pullback: Pullback) -> int:
+        return self.structure.elements(pullback)
+
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
+        return self.structure.estimate(pullback, like)
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
+        return self.structure.restore(model, blocks, tensors)
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return self.structure.gradient_blocks(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> Operator:
+        return self.structure.of_gradient(sample, like)
+
+    def metric_due(self, step: int) -> bool:
+        """Whether the metric is estimated for the step number 0, 1, …"""
+        return step % self.every == 0 or (step < _EVERY_STEP and self._beginning(step, self.inverse))
+
+    def inverse_due(self, step: int) -> bool:
+        """Whether a metric that has changed is inverted for the step number 0, 1, …"""
+        return self._due(step, self.inverse)
+
+    def basis_due(self, step: int) -> bool:
+        """Whether a metric that is inverted for the step number 0, 1, … has its eigenvectors computed again."""
+        return self.basis is None or self._due(step, self.basis)
+
+    def _due(self, step: int, period: int) -> bool:
+        return (self._beginning(step, period) and _doubled(step)) or step % period == 0
+
+    def _beginning(self, step: int, period: int) -> bool:
+        return self.early and step < period
+
+    def weight(self, step: int) -> float:
+        """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""
+        return (1 - self.decay) / (1 - self.decay**step)
+
+
+def _doubled(step: int) -> bool:
+    """Whether the number of steps, ``step`` + 1, is a power of 2."""
+    return (step + 1) & step == 0

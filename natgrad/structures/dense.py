@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from natgrad.accelerate.roots import quick_inverse_power, spectrum
+from natgrad.accelerate.roots import spectrum
 from natgrad.linalg import (
     Damping,
     Relative,
     check_finite,
-    check_power,
     cholesky,
     damped_spectrum,
     eigvalsh,
@@ -298,9 +297,6 @@ class Dense(MatrixStructure):
     suggested: ClassVar[bool] = True
     power: float = field(default=1.0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        check_power(self.power, "Dense(power=…)")
-
     def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
         return [list(blocks)]
 
@@ -332,9 +328,6 @@ class BlockDense(MatrixStructure):
 
     suggested: ClassVar[bool] = True
     power: float = field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_power(self.power, "BlockDense(power=…)")
 
     def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
         return list(layers_in(blocks).values())
@@ -515,10 +508,7 @@ class CholeskyInverse(BlockInverse):
 @final
 @dataclass(frozen=True, repr=False)
 class PowerInverse(BlockInverse):
-    """(G_b + λ)^-p of every block by its root; zero of a block of zeros with relative damping.
-
-    By its eigenvalues; on a GPU in single precision by products of matrices, where their residual is small.
-    """
+    """(G_b + λ)^-p of every block by its root; zero of a block of zeros with relative damping."""
 
     layout: Layout
     indices: tuple[Tensor, ...]
@@ -563,10 +553,6 @@ def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: fl
     """(G + λ)^-p/2 [b d d] of matrices of one size. No eigenvalue of a matrix is above d times their mean."""
     check_finite(matrix, what)
     shift = λ if isinstance(λ, Tensor) else matrix.new_full((len(matrix),), λ)
-    condition = matrix.shape[-1] / damping.epsilon + 1 if isinstance(damping, Relative) else 1e6
-    quick = quick_inverse_power(matrix, 0.5 * power, shift=shift, condition=condition)
-    if quick is not None:
-        return quick
     values, vectors = spectrum(matrix)
     zero = (shift == 0).unsqueeze(-1) & isinstance(damping, Relative)
     damped = damped_spectrum(values.masked_fill(zero, 1.0), λ, what).masked_fill(zero, 0.0)

@@ -15,7 +15,6 @@ from natgrad.linalg import (
     Damping,
     Relative,
     check_finite,
-    check_power,
     inverse_powered,
     refuse_indefinite,
     refuse_rounding,
@@ -153,9 +152,6 @@ class Diagonal(Structure):
     operator: ClassVar[type[Operator]] = DiagonalOperator
     suggested: ClassVar[bool] = True
     power: float = field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_power(self.power, "Diagonal(power=…)")
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> DiagonalOperator:

@@ -8,20 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeAlias, cast, final
+from typing import ClassVar, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.inverses import SymFactor, relative_shifts
-from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.accelerate.temporaries import ROWS, at_once
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullbacks.factors import Factors, Squares
-from natgrad.pullbacks.gradient import GradientSample, gradient_factors, squared_gradients, stream_gradient
+from natgrad.pullbacks.gradient import GradientSample, gradient_factors, squared_gradients
 from natgrad.pullbacks.layer import Block, Tied
 from natgrad.pullbacks.moments import by_roots, factors_of, second_moments
 from natgrad.pullbacks.pullback import Pullback, without_autocast
@@ -30,16 +28,12 @@ from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator
 from natgrad.structures.layered import (
     Basis,
-    FactorAverage,
     Layered,
     LayerOperator,
     LayerSplit,
     Rotation,
     SidesCost,
-    SpectralInverse,
     WorkSharing,
-    alike,
-    lay_side_by_side,
     layer_tensors,
     packed_alike,
     rotated,
@@ -48,9 +42,6 @@ from natgrad.structures.layered import (
     turned,
     turns_factors,
 )
-
-Eigenvectors: TypeAlias = Literal["exact", "iterated"]
-Moments: TypeAlias = Literal["carried", "sorted"]
 
 
 @final
@@ -65,11 +56,6 @@ class EigenKronecker(Layered):
         largest: Of a Kronecker factor with more rows than this, such as a vocabulary, only the diagonal is kept.
         bias: "joint" keeps weight and bias as one layer, "separate" as two.
         power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
-        eigenvectors: "exact" ones, or "iterated": Q ← QR(SQ), one step of the orthogonal iteration from the last basis,
-            its columns sorted (Vyas et al. 2024). On a GPU this is several times as fast, and follows S well enough if
-            that changes slowly.
-        moments: What D becomes when the basis is renewed: "carried" there, D' = (Q'ᵀQ)² D (PᵀP')², the diagonal of the
-            metric in the new basis; or "sorted" with the columns (Vyas et al. 2024), for iterated eigenvectors.
 
     Method:
         G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer, Q and P the eigenvectors of the factors S and A of ``Kronecker``.
@@ -79,11 +65,8 @@ class EigenKronecker(Layered):
 
         So it is never further from G than ``Kronecker`` is, in the Frobenius norm, and its trace is that of G.
 
-        An optimizer keeps the basis between two inverses, and estimates D in it.
-
-        With "sorted", a metric of gradients (``BatchGradient``) that is inverted in every step has its basis renewed
-        after a step, so that the next gradient is measured in the basis in which it is divided. The first basis is
-        exact; the signs of its columns do not matter.
+        An optimizer keeps the basis between two inverses, and estimates D in it. When the basis is computed again D is
+        carried there, D' = (Q'ᵀQ)² D (PᵀP')²: the diagonal of the metric in the new basis.
 
     Example:
         >>> import torch, natgrad as ng
@@ -94,26 +77,7 @@ class EigenKronecker(Layered):
         tensor([0.5000, 2.0000, 0.5000, 2.0000])
     """
 
-    gradient_in_place: ClassVar[bool] = True
     has_basis: ClassVar[bool] = True
-    eigenvectors: Eigenvectors = field(default="exact", kw_only=True)
-    moments: Moments = field(default="carried", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.moments not in ("carried", "sorted"):
-            raise ValueError(f'EigenKronecker(moments=…) is "carried" or "sorted", not {self.moments!r}')
-        if self.moments == "sorted" and self.eigenvectors == "exact":
-            raise ValueError(
-                'EigenKronecker(moments="sorted") needs eigenvectors="iterated": D keeps its columns, and exact '
-                'eigenvectors are other columns each time. Give that, or moments="carried"'
-            )
-        if self.eigenvectors not in ("exact", "iterated"):
-            raise ValueError(f'EigenKronecker(eigenvectors=…) is "exact" or "iterated", not {self.eigenvectors!r}')
-
-    @property
-    def renews_after(self) -> bool:
-        return self.moments == "sorted"
 
     def layer_elements(self, block: Block) -> int:
         sides = self.shapes(block)
@@ -168,7 +132,7 @@ class EigenKronecker(Layered):
         d = tuple(split.of_all(scales, lambda block: _zeros(block, layout.dtype)))
         basis = Basis.of(left, right) if basis is None else basis
         out = EigenKroneckerOperator(layout, split.blocks, left, right, basis, d, fallback, split.unseen)
-        return replace(out, power=self.power, eigenvectors=self.eigenvectors, moments=self.moments)
+        return replace(out, power=self.power)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> EigenKroneckerOperator:
         """S and A as in ``Kronecker``, and D = (QᵀG_kP)² in the basis of ``like`` (Vyas et al. 2024)."""
@@ -180,16 +144,6 @@ class EigenKronecker(Layered):
         out = self.assemble(split, layout, pairs, fallback, None if like is None else like.basis, zeros)
         scales = squared_gradients(sample, split.blocks, out.basis.sides)
         return replace(out, scales=tuple(d.to(layout.dtype) for d in scales))
-
-    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> EigenKroneckerOperator:
-        """In place, all three in few launches; a matrix without a gradient keeps its average."""
-        assert isinstance(average, EigenKroneckerOperator)
-        average = average.side_by_side()
-        split, _, fallback = self.split_gradient(sample, average)
-        numbers = [b for b, block in enumerate(split.blocks) if block.names[0] not in split.unseen]
-        sink = FactorAverage(average, numbers, weight, alone=True)
-        stream_gradient(sample, split.used, self.shapes, sink, bases=split.of_used(average.basis.sides))
-        return average.absorbed(fallback, weight, split.unseen)
 
     def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> EigenKroneckerOperator | None:
         factors = self.identity_factors(blocks, dtype)
@@ -236,16 +190,13 @@ class EigenKroneckerOperator(LayerOperator):
         blocks: The layers, in the order of the tensors.
         left: S [c o o], or its diagonal [c o], for the next basis.
         right: A [c i i], or its diagonal [c i].
-        basis: Q and P, the eigenvectors of S and A as they were when the basis was last renewed.
+        basis: Q and P, the eigenvectors of S and A as they were when the basis was last computed.
         scales: D [c o i], the second moments of the gradients in that basis.
         fallback: The metric on the parameters that no layer rule covers.
         unseen: Parameters of layers that no forward pass has used so far.
         power: p: the operator is G^p of the G that the tensors hold.
         positions: How many positions the factors are means over.
-        eigenvectors: "exact" or "iterated".
-        moments: "carried" or "sorted".
         products: Whether D is s ⊗ a of the eigenvalues of S and A.
-        in_place: Its basis is renewed where it is, and no other metric's.
 
     Method:
         G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
@@ -261,10 +212,7 @@ class EigenKroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
-    eigenvectors: Eigenvectors = field(default="exact", kw_only=True)
-    moments: Moments = field(default="carried", kw_only=True)
     products: bool = field(default=False, kw_only=True)  # whether D is s ⊗ a of the eigenvalues of S and A
-    in_place: bool = field(default=False, kw_only=True)  # its basis is renewed where it is, and no other metric's
 
     @property
     def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
@@ -318,67 +266,21 @@ class EigenKroneckerOperator(LayerOperator):
             fallback=fallback,
             unseen=self.unseen & there.unseen,
             positions=(),
-            in_place=False,
         )
 
-    def side_by_side(self) -> EigenKroneckerOperator:
-        """In memory of its own, where it is changed in place: layers of one shape lie one after the other."""
-        if self.in_place:
-            return self
-        sides: list[list[Tensor | None]] = [list(side) for side in self.by_letter.values()]
-        for numbers in alike(self.blocks, self.basis).values():
-            lay_side_by_side(sides, numbers)
-        copies = [[t if t is None else t.contiguous() for t in side] for side in sides]
-        left, right, scales = (tuple(t for t in copies[at] if t is not None) for at in (0, 1, 4))
-        basis = Basis(tuple(copies[2]), tuple(copies[3]))
-        return replace(self, left=left, right=right, basis=basis, scales=scales, in_place=True)
-
-    def with_new_basis(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> EigenKroneckerOperator:
-        """In the eigenvectors of S and A as they are now, with D ``carried`` there, or ``sorted``.
-
-        ``exact``: the eigenvectors themselves, also where they are otherwise iterated; D is carried to them.
-        """
-        if exact and self.eigenvectors != "exact":
-            decomposed = replace(self, eigenvectors="exact", moments="carried").with_new_basis(sharing, exact=True)
-            return replace(decomposed, eigenvectors=self.eigenvectors, moments=self.moments)
-        before = self if self.moments == "carried" else self._sorted()
-        basis = before._next_basis(range(len(self.blocks))) if sharing is None else before._shared_basis(sharing)
-        fallback = (
-            self.fallback.with_new_basis(exact=exact) if isinstance(self.fallback, LayerOperator) else self.fallback
-        )
-        scales, old = basis.change_basis(self.scales, self.basis) if before is self else before.scales, self.basis
-        if not self.in_place or [q is None for q in basis.both] != [q is None for q in old.both]:
-            return replace(self, basis=basis, scales=scales, fallback=fallback, in_place=False)
-        here, there = ([t for t in (*b.both, *d) if t is not None] for b, d in ((old, self.scales), (basis, scales)))
-        copy_(here, there)
-        return replace(self, basis=replace(old, failures=basis.failures), fallback=fallback)
-
-    def _sorted(self) -> EigenKroneckerOperator:
-        """The same metric, the columns of Q sorted by qᵀSq, the largest first, those of P by pᵀAp, and D with them."""
-        left, right, scales = list(self.basis.left), list(self.basis.right), list(self.scales)
-        for side, factors, axis in ((left, self.left, 1), (right, self.right, 2)):
-            for b, (q, F) in enumerate(zip(tuple(side), factors, strict=True)):
-                if q is not None:
-                    order = (q * (F @ q)).sum(1).argsort(dim=1, descending=True)  # [c d]
-                    side[b] = torch.take_along_dim(q, order[:, None], 2)
-                    scales[b] = torch.take_along_dim(scales[b], order.unsqueeze(3 - axis), axis)
-        return replace(self, basis=Basis(tuple(left), tuple(right), self.basis.failures), scales=tuple(scales))
-
-    def _next_basis(self, numbers: Sequence[int]) -> Basis:
-        """The eigenvectors of S and A of these layers, or the old basis after a step of the iteration towards them."""
-        left, right = [self.left[b] for b in numbers], [self.right[b] for b in numbers]
-        if self.eigenvectors == "exact":
-            return Basis.of(left, right)
-        basis = self.basis
-        old = replace(basis, left=tuple(basis.left[b] for b in numbers), right=tuple(basis.right[b] for b in numbers))
-        return old.refresh_after(left, right, sort=self.moments == "carried")  # else they are sorted
+    def with_new_basis(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
+        """In the eigenvectors of S and A as they are now, with D carried there."""
+        basis = Basis.of(self.left, self.right) if sharing is None else self._shared_basis(sharing)
+        below = self.fallback
+        fallback = below.with_new_basis() if isinstance(below, LayerOperator) else below
+        return replace(self, basis=basis, scales=basis.change_basis(self.scales, self.basis), fallback=fallback)
 
     def _shared_basis(self, sharing: WorkSharing) -> Basis:
         """The eigenvectors of S and A, every process those of its layers."""
         names, share = [block.names[0] for block in self.blocks], sharing.share(self.blocks)
 
         def decompose() -> dict[str, Tensor]:
-            basis = self._next_basis(share)
+            basis = Basis.of([self.left[b] for b in share], [self.right[b] for b in share])
             return layer_tensors([self.blocks[b] for b in share], {"Q": basis.left, "P": basis.right})
 
         tensors = sharing.gathered(decompose)
@@ -389,33 +291,11 @@ class EigenKroneckerOperator(LayerOperator):
         """(G + λ)^-p = Q (QᵀWP / (D + λ)^p) Pᵀ, exactly, and with nothing to be factored."""
         if self.power == 0:
             return IdentityInverse(self.layout)
-        self._refuse_undamped(damping)
-        fallback = self.fallback_inverse(damping)
-        if not self.in_place:
-            return self.spectral_inverse(fallback, damping)
-        scales: list[Tensor | None] = [torch.empty_like(d) for d in self.scales]
-        for numbers in alike(self.blocks, self.basis).values():
-            lay_side_by_side([scales], numbers)
-        memory, basis = tuple(d for d in scales if d is not None), self.basis
-        inverse = SpectralInverse(self.layout, self.blocks, fallback, basis.left, basis.right, memory, live=True)
-        inverse.rescale_(self.scales, self.power, damping, self.beside)
-        return inverse
-
-    def inverse_again(self, last: Inverse, damping: Damping) -> Inverse:
-        """Where the basis is renewed in place, only (D + λ)^-p is computed again, there too."""
-        basis = self.basis
-        if not isinstance(last, SpectralInverse) or self.power == 0 or not last.reads(basis.left, basis.right):
-            return self.inverse(damping)
-        self._refuse_undamped(damping)
-        fallback = self.fallback_inverse(damping)
-        last.rescale_(self.scales, self.power, damping, self.beside)
-        return last if fallback is None else replace(last, fallback=fallback)
-
-    def _refuse_undamped(self, damping: Damping) -> None:
         if damping == 0:
             for block, values in zip(self.blocks, self.scales, strict=True):
                 self.refuse_singular(block, values, 0.0)
             self.refuse_rounding()
+        return self.spectral_inverse(self.fallback_inverse(damping), damping)
 
 
 # Second moments of per-example gradients in a basis of every layer: D = Σ_kn (Qᵀ R_kn P)² (George et al. 2018).

@@ -21,7 +21,6 @@ from natgrad.linalg import (
     Damping,
     Relative,
     check_finite,
-    check_power,
     cholesky,
     eigvalsh,
     inverse_powered,
@@ -65,9 +64,6 @@ class Kernel(Structure):
     bounded: ClassVar[bool] = False
     suggested: ClassVar[bool] = True
     power: float = field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_power(self.power, "Kernel(power=…)")
 
     def elements(self, pullback: Pullback) -> int:
         coupled = pullback.coupled

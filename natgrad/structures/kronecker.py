@@ -22,7 +22,6 @@ from torch import Tensor
 from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.inverses import (
     BatchedInverse,
-    InverseStack,
     Inversion,
     SymFactor,
     aligned,
@@ -37,13 +36,13 @@ from natgrad.accelerate.inverses import (
 from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.moments import lay_out
 from natgrad.accelerate.replay import Scalar
-from natgrad.accelerate.roots import EIGENVECTORS, root_flops
+from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.errors import FactorisationError, IncompatibleError
 from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
 from natgrad.model import Model, library_pass
 from natgrad.output.hessian import Empirical
 from natgrad.pullbacks.coupling import at_fixed_address
-from natgrad.pullbacks.gradient import GradientSample, gradient_factors, stream_gradient
+from natgrad.pullbacks.gradient import GradientSample, gradient_factors
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.layer_factors import (
     EagerKernels,
@@ -155,7 +154,6 @@ class Kronecker(Layered):
     """
 
     in_place: ClassVar[bool] = True
-    gradient_in_place: ClassVar[bool] = True
     sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -183,15 +181,10 @@ class Kronecker(Layered):
         shapes = self.shapes(block)
         sides, factors = SidesCost.of(block, shapes), dict(zip("SA", shapes, strict=True))
         if not exact:
-            invert = self._root_cost(block) if self.power < 1 else sides.cubes
+            invert = sides.cubes if self.power == 1 else EIGENVECTORS * sides.cubes  # products on a GPU take more
             return Cost(2 * sides.numbers, invert, sides.solve, sides.numbers, factors)
         numbers = sides.numbers + sides.rotations + block.size
         return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
-
-    def _root_cost(self, block: Block) -> int:
-        """Operations of (S + λ_S)^-p and (A + λ_A)^-p."""
-        matrices = [shape for shape in self.shapes(block) if len(shape) == 3]
-        return sum(c * root_flops(d, [self.power], block.device) for c, d, _ in matrices)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
@@ -236,16 +229,6 @@ class Kronecker(Layered):
         split, layout, fallback = self.split_gradient(sample, like)
         pairs = gradient_factors(sample, split.used, self.shapes, inputs_only=self._inputs_only)
         return self.assemble(split, layout, pairs, fallback)
-
-    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: Scalar) -> KroneckerOperator:
-        """Factor by factor, and in place; a matrix without a gradient keeps its average."""
-        assert isinstance(average, KroneckerOperator)
-        split, _, fallback = self.split_gradient(sample, average)
-        numbers = [b for b, block in enumerate(split.blocks) if block.names[0] not in split.unseen]
-        used = [split.blocks[b] for b in numbers]
-        sink = FactorAverage(average, numbers, weight, alone=True)
-        stream_gradient(sample, used, self.shapes, sink, inputs_only=self._inputs_only)
-        return average.absorbed(fallback, weight, split.unseen)
 
     def in_backward(
         self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
@@ -630,7 +613,7 @@ class ProductInverse(LayerInverse):
     fallback: Inverse | None
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
     power: float = 1.0
-    stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
+    stacks: tuple[tuple[SymFactor, SymFactor], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
     batch: BatchedInverse = field(default_factory=BatchedInverse)
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # see ``at_fixed_address``
 
@@ -651,7 +634,7 @@ class ProductInverse(LayerInverse):
             if here != there:
                 return False
         like = G.left[0]
-        memory = [stack.memory for pair in self.stacks for stack in pair]
+        memory = [t for pair in self.stacks for t in pair]
         return all(t.dtype == like.dtype and t.device == like.device for t in memory)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
@@ -673,7 +656,7 @@ class ProductInverse(LayerInverse):
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
         relative, number = isinstance(damping, Relative), number_of(damping)
         factors = (*G.left, *G.right)
-        stacks = (stack.memory for pair in self.stacks for stack in pair)
+        stacks = (t for pair in self.stacks for t in pair)
         beside = G.beside if relative else None
         beside = None if beside is None else at_fixed_address(self.memo, "beside", beside)
         read = factors if beside is None else (*factors, beside)
@@ -698,10 +681,10 @@ class ProductInverse(LayerInverse):
                 π = balance(a, s)
                 shifts = (damping**0.5 / π).split(c), (damping**0.5 * π).split(c)
             for letter, side, of_side, stack in zip("SA", (s, a), shifts, stacks, strict=True):
-                outs = _unaligned(stack.memory, side[0].shape[-1]).split(c)
+                outs = _unaligned(stack, side[0].shape[-1]).split(c)
                 for b, factor, shift, out in zip(batch, side, of_side, outs, strict=True):
                     title = f"the factor {letter} of {self.blocks[b].title}"
-                    jobs.append(Inversion(factor, shift, out, title, stack))
+                    jobs.append(Inversion(factor, shift, out, title))
         return jobs
 
     def failed(self) -> bool:
@@ -727,11 +710,8 @@ class ProductInverse(LayerInverse):
         return self.dense[b]
 
     def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
-        left, right = self.stacks[batch]
-        if left.is_root or right.is_root:
-            return separated(right.solve_right(left.solve(joined(columns))), columns)
+        L, R = self.stacks[batch]
         graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
-        L, R = left.memory, right.memory
         if self.dense[self.batches[batch][0]] == (True, True) and not graph and L.shape[0] == columns[0].shape[0]:
             return two_sided_columns(L, columns, R)
         w = joined(columns)
@@ -746,7 +726,7 @@ class ProductInverse(LayerInverse):
             groups, o, _ = self.blocks[batch[0]].shape
             if columns is None or len(columns) > 1 or groups > 1 or self.layout.like[columns[0][0]].shape[:1] != (o,):
                 return None  # W is not one parameter, or not its matrix
-            out |= zip(columns[0], zip(left.inverses(), right.inverses(), strict=True), strict=True)
+            out |= zip(columns[0], zip(left, right, strict=True), strict=True)
         return out
 
     def tensors(self) -> dict[str, Tensor]:
@@ -756,14 +736,13 @@ class ProductInverse(LayerInverse):
         return super().nonnegative() | {key: diagonal_of(t) for key, t in self._views().items()}
 
     def _views(self) -> dict[str, Tensor]:
-        """Views of the stacks of every layer, without the padding; roots are inverted."""
+        """Views of the stacks of every layer, without the padding."""
         out: dict[str, Tensor] = {}
         for batch, stacks in zip(self.batches, self.stacks, strict=True):
             blocks = [self.blocks[b] for b in batch]
             (_, o, i), c = blocks[0].shape, blocks[0].factor_groups
             sides = (
-                (letter, _unaligned(stack.inverses(), d).split(c))
-                for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
+                (letter, _unaligned(stack, d).split(c)) for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
             )
             out |= layer_tensors(blocks, dict(sides))
         return out
@@ -815,13 +794,13 @@ def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
     return tuple([(is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True)])
 
 
-def _memory(factor: SymFactor, count: int) -> InverseStack:
+def _memory(factor: SymFactor, count: int) -> SymFactor:
     """For the inverses of as many factors like this one, ``aligned`` with zeros."""
     shape = (count * factor.shape[0], *factor.shape[1:])
     like = aligned(factor[:1])
     if like.shape[-1] == factor.shape[-1]:
-        return InverseStack(torch.empty(shape, dtype=factor.dtype, device=factor.device))
-    return InverseStack(like.new_zeros(shape[0], *like.shape[1:]))
+        return torch.empty(shape, dtype=factor.dtype, device=factor.device)
+    return like.new_zeros(shape[0], *like.shape[1:])
 
 
 def _unaligned(factor: SymFactor, size: int) -> SymFactor:

@@ -16,16 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from numbers import Integral
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
+from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.bases import Factorisation, followed_all
 from natgrad.accelerate.devices import is_asynchronous, refuse_inference_mode
-from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import (
     SymFactor,
     batch_by_size,
@@ -33,26 +31,23 @@ from natgrad.accelerate.inverses import (
     follows,
     is_dense,
     layers_at_once,
-    relative_shifts,
     side_by_side,
     stacked,
     two_sided,
 )
 from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.moments import PendingAverages
-from natgrad.accelerate.replay import GraphCache, Scalar
+from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import spectrum
 from natgrad.accelerate.temporaries import at_once
-from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError, UncoveredError
+from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import (
     Damping,
     Relative,
-    check_power,
     eigvalsh,
     inverse_powered,
     is_rounding,
-    number_of,
     powered,
     refuse_indefinite,
     refuse_rounding,
@@ -61,7 +56,6 @@ from natgrad.linalg import (
 )
 from natgrad.log import listed
 from natgrad.model import Model, check_slots, check_types
-from natgrad.pullbacks.coupling import at_fixed_address
 from natgrad.pullbacks.factors import Factors, slices
 from natgrad.pullbacks.gradient import GradientSample, matrices
 from natgrad.pullbacks.layer import LARGEST, Block, Sharing
@@ -76,17 +70,16 @@ from natgrad.structures.base import (
     Inverse,
     Layout,
     Operator,
+    Refresh,
     StateError,
     Structure,
     Subset,
     check_shape,
 )
 from natgrad.structures.diagonal import Diagonal
-from natgrad.structures.refresh import Refresh
 
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
-_WEIGHTED_STEPS = 1000  # of conjugate gradients, for a solution of least weighted norm
 
 
 # The structure.
@@ -106,8 +99,8 @@ class Layered(Structure):
     power: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
-        check_power(self.power, f"{name}(power=…)")
         if self.bias not in ("joint", "separate"):
             raise ValueError(f'{name}(bias=…) is "joint" or "separate", not {self.bias!r}')
         if self.sharing not in ("expand", "reduce"):
@@ -632,11 +625,8 @@ class LayerOperator(Operator):
         """``invert(self)``, divided over processes by layers where these are inverted one by one."""
         return invert(self)
 
-    def with_new_basis(self, sharing: WorkSharing | None = None, *, exact: bool = False) -> Operator:
-        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew.
-
-        ``exact``: not iterated from the last ones, whatever the structure does in an optimizer.
-        """
+    def with_new_basis(self, sharing: WorkSharing | None = None) -> Operator:
+        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
         return self
 
     def fallback_inverse(self, damping: Damping) -> Inverse | None:
@@ -648,20 +638,13 @@ class LayerOperator(Operator):
         return self.fallback.inverse(damping)
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        if weight is not None and weight.ndim == 2:
-            self.refuse("Pinv(weight=matrix)", "a full weight mixes the layers; give positive numbers a parameter")
-        if weight is not None and self.power != 1:
-            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
+        if weight is not None:
+            self.refuse("Pinv(weight=…)", "a weight is no product of two factors; leave it out, or use BlockDense")
         if self.power == 0:
             return IdentityInverse(self.layout)
-        below = None if weight is None or self.fallback is None else self.uncovered.take(weight)
-        fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, below)
+        fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, None)
         rtol = max(map(self._rounding, self.blocks), default=0.0) if rtol is None else rtol
-        plain = self.spectral_inverse(fallback, damping, rtol)
-        if weight is None:
-            return plain
-        weights = tuple(block.pack(weight) for block in self.blocks)
-        return WeightedInverse(self.layout, self.blocks, fallback, plain.left, plain.right, plain.scales, weights)
+        return self.spectral_inverse(fallback, damping, rtol)
 
     def spectral_inverse(
         self, fallback: Inverse | None, damping: Damping, rtol: float | None = None
@@ -1026,9 +1009,6 @@ class SpectralInverse(LayerInverse):
     left: tuple[Rotation, ...]  # Q [c o o]; None for the axes themselves
     right: tuple[Rotation, ...]  # P [c i i]
     scales: tuple[Tensor, ...]  # d [c o i]
-    live: bool = False  # Q and P are those of a metric that is renewed in place
-    graphs: GraphCache[None] = field(default_factory=GraphCache, compare=False)
-    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # see ``at_fixed_address``
 
     @staticmethod
     def of(
@@ -1043,32 +1023,6 @@ class SpectralInverse(LayerInverse):
             lay_side_by_side(sides, numbers)
         q, p, d = sides
         return replace(out, left=tuple(q), right=tuple(p), scales=tuple(t for t in d if t is not None))
-
-    def rescale_(self, values: Sequence[Tensor], power: float, damping: Damping, beside: Tensor | None) -> None:
-        """d ← (D + λ)^-p in place, for eigenvalues D ≥ 0 of every layer; on a GPU from a captured graph.
-
-        With relative damping a group that is zero, also ``beside`` the fallback, has d = 0.
-        """
-        relative, number = isinstance(damping, Relative), number_of(damping)
-        beside = at_fixed_address(self.memo, "beside", beside) if relative and beside is not None else None
-
-        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            stacks = [stacked([tensors[b] for b in batch]).view(len(batch), -1) for batch in self.batches]
-            shifts: Sequence[Scalar] = [scalars[0]] * len(stacks)
-            if relative:
-                groups = [self.blocks[batch[0]].shape[0] for batch in self.batches]
-                stacks = [D.view(len(D), c, -1) for D, c in zip(stacks, groups, strict=True)]
-                means = [D.mean(2, keepdim=True) for D in stacks]  # [b c 1]
-                groups_of = rounding_groups([t.flatten().sqrt() for t in means], beside)
-                each = [relative_shifts(scalars[0], t.mean(1, keepdim=True)) for t in means]
-                triples = zip(each, groups_of, means, strict=True)
-                shifts = [λ.masked_fill(zero.view_as(t) | (λ == 0), torch.inf) for λ, zero, t in triples]
-            for D, shift, (_, _, d) in zip(stacks, shifts, self.stacks, strict=True):
-                torch.add(D, shift, out=d.view(D.shape)).pow_(-power)
-
-        read = (*values, *self.scales) if beside is None else (*values, *self.scales, beside)
-        addresses = tuple(t.data_ptr() for t in read)
-        self.graphs.run(compute, values, [number], (relative, power, addresses))
 
     @property
     def by_layer(self) -> bool:
@@ -1107,18 +1061,6 @@ class SpectralInverse(LayerInverse):
         # In place, unless that is the covector, or a derivative is recorded.
         turned = turned * d if turned is w or turned.requires_grad else turned.mul_(d)
         return separated(two_sided(Q, turned, P), columns)
-
-    def copy_into(self, new: Inverse) -> Inverse:
-        """The rotations of a metric that is renewed in place are read where they are."""
-        elsewhere = isinstance(new, SpectralInverse) and new.live and not self.reads(new.left, new.right)
-        return new if elsewhere else super().copy_into(new)
-
-    def reads(self, left: Sequence[Rotation], right: Sequence[Rotation]) -> bool:
-        """Whether its rotations are these, wherever they are renewed."""
-        if not self.live or len(left) != len(self.left):
-            return False
-        pairs = zip((*self.left, *self.right), (*left, *right), strict=True)
-        return all(one is other for one, other in pairs)
 
     @property
     def root_size(self) -> int:
@@ -1194,72 +1136,6 @@ class SpectralInverse(LayerInverse):
         return super().nonnegative() | layer_tensors(self.blocks, {"d": self.scales})
 
 
-@final
-@dataclass(frozen=True, repr=False)
-class WeightedInverse(LayerInverse):
-    """The solution of G v = ω of least ‖v‖_W in every layer, for a diagonal weight W that need not be a product.
-
-    With the eigenvectors B of G in its range, those of Q ⊗ P whose eigenvalue is not zero, and M = BᵀW⁻¹B,
-
-        v = W⁻¹B M⁻¹ d M⁻¹ BᵀW⁻¹ω,
-
-    which for ω in the range is W⁻¹B M⁻¹ d Bᵀω. M is never formed. It is solved by conjugate gradients: its condition
-    number is at most that of W.
-    """
-
-    layout: Layout
-    blocks: tuple[Block, ...]
-    fallback: Inverse | None
-    left: tuple[Rotation, ...]  # Q [c o o]
-    right: tuple[Rotation, ...]  # P [c i i]
-    scales: tuple[Tensor, ...]  # d [c o i]: the inverse eigenvalues, and 0 outside of the range
-    weights: tuple[Tensor, ...]  # W [c o i]
-
-    def stacks_with(self, b: int) -> object:
-        return b
-
-    def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
-        (b,) = self.batches[batch]
-        q, p, d, ω = self.left[b], self.right[b], self.scales[b], joined(columns)
-        if bool((d != 0).all()):  # then there is one solution
-            return separated(rotated_back(q, d * rotated(q, ω, p), p), columns)
-        inside = self._solved(b, rotated(q, ω / self.weights[b], p))
-        v = rotated_back(q, self._solved(b, d * inside), p) / self.weights[b]
-        return separated(v, columns)
-
-    def _solved(self, b: int, t: Tensor) -> Tensor:
-        """M⁻¹t [c o i] in the range, by conjugate gradients with the diagonal of M as preconditioner."""
-        q, p, w, inside = self.left[b], self.right[b], self.weights[b], self.scales[b] != 0
-        squares = [None if side is None else side.square() for side in (q, p)]
-        diagonal = rotated(squares[0], w.reciprocal(), squares[1])
-        rounding = torch.finfo(t.dtype).eps
-        t = torch.where(inside, t, 0.0)
-        size = float(t.norm())
-        z, r = torch.zeros_like(t), t
-        u = r / diagonal
-        step, product = u, (r * u).sum()
-        for _ in range(_WEIGHTED_STEPS):
-            if float(r.norm()) <= rounding * size:
-                break
-            moved = torch.where(inside, rotated(q, rotated_back(q, step, p) / w, p), 0.0)
-            α = product / (step * moved).sum()
-            z, r = z + α * step, r - α * moved
-            u = r / diagonal
-            product, before = (r * u).sum(), product
-            step = u + (product / before) * step
-        rest = t - torch.where(inside, rotated(q, rotated_back(q, z, p) / w, p), 0.0)
-        if not float(rest.norm()) <= rounding**0.5 * size:
-            raise NatgradError(
-                f"Pinv(weight=…) did not converge in the layer {self.blocks[b].title}, whose weights are from "
-                f"{float(w.min()):.3g} to {float(w.max()):.3g}: give more even ones, or use Dense or BlockDense"
-            )
-        return z
-
-    def tensors(self) -> dict[str, Tensor]:
-        by_letter = {"Q": self.left, "P": self.right, "weighted d": self.scales, "W": self.weights}
-        return self.fallback_inverse_tensors() | layer_tensors(self.blocks, by_letter)
-
-
 def joined(columns: Sequence[Tensor]) -> Tensor:
     """W [c o i] from blocks of its columns [c o j]; a single one is itself, not a copy."""
     return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=-1)
@@ -1283,7 +1159,6 @@ class Basis:
 
     left: tuple[Rotation, ...]  # Q [c o o]
     right: tuple[Rotation, ...]  # P [c i i]
-    failures: Tensor | None = None  # of the last step that followed the factors, as far as the host has read
 
     @staticmethod
     def of_sides(sides: Sequence[tuple[Rotation, Rotation]]) -> Basis:
@@ -1299,31 +1174,6 @@ class Basis:
     def sides(self) -> list[tuple[Rotation, Rotation]]:
         """Q and P of every layer."""
         return list(zip(self.left, self.right, strict=True))
-
-    @property
-    def both(self) -> tuple[Rotation, ...]:
-        """Q of all layers, then P of all."""
-        return *self.left, *self.right
-
-    def refresh_after(self, left: Sequence[SymFactor], right: Sequence[SymFactor], *, sort: bool = True) -> Basis:
-        """QR(SQ) and QR(AP): a step of the orthogonal iteration; eigenvectors where there is no basis.
-
-        ``sort``: the columns are sorted by qᵀSq and pᵀAp first, the largest first.
-
-        Where a GPU has failed to make the last step, it is made by a slower method that does not fail.
-        """
-        factors, old = [*left, *right], self.both
-        new: list[Rotation] = [None] * len(old)
-        anew = [at for at, q in enumerate(old) if q is None and is_dense(factors[at])]
-        for at, exact in zip(anew, spectra([factors[at] for at in anew])[1], strict=True):
-            new[at] = exact
-        present = [(at, q) for at, q in enumerate(old) if q is not None]
-        method: Factorisation = "householder" if self.failures is not None and float(self.failures) > 0 else "auto"
-        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], method, sort)
-        for (at, _), q in zip(present, moved, strict=True):
-            new[at] = q
-        on_the_way = None if failures is None else to_host_async(failures)
-        return Basis(tuple(new[: len(left)]), tuple(new[len(left) :]), on_the_way)
 
     def change_basis(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
         """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
@@ -1456,12 +1306,11 @@ def _overlap(new: Rotation, old: Rotation) -> Rotation:
 
 @final
 class FactorAverage(FactorSink):
-    """The sink that adds factors to moving averages, Ā ← (1 − w) Ā + w A, and S̄ and D̄ likewise, one by one.
+    """The sink that adds factors to moving averages, Ā ← (1 − w) Ā + w A, and S̄ likewise, one by one.
 
     ``numbers``: the number in ``average`` of each layer b of ``put``. A layer that is new has weight 1. Every group of
-    a stacked layer has its own weight (``group_weights``), computed from A, which arrives before S. ``alone``: no
-    forward pass holds activations at the same time. ``lenient``: a factor that is not finite is left out, and
-    ``refuse_left_out`` raises; else ``put`` does.
+    a stacked layer has its own weight (``group_weights``), computed from A, which arrives before S. ``lenient``: a
+    factor that is not finite is left out, and ``refuse_left_out`` raises; else ``put`` does.
     """
 
     def __init__(
@@ -1470,18 +1319,17 @@ class FactorAverage(FactorSink):
         numbers: Sequence[int],
         weight: Scalar,
         *,
-        alone: bool = False,
         lenient: bool = False,
     ) -> None:
         self.average, self.numbers = average, numbers
-        self._weight, self._alone, self._lenient = weight, alone, lenient
+        self._weight, self._lenient = weight, lenient
         self._left_out: list[str] = []  # titles of layers
         self._group_weights: dict[int, Tensor] = {}
 
     @cached_property
     def _averages(self) -> PendingAverages:  # not made where captured kernels are replayed
         factors = [t for side in self.average.averaged_letters.values() for t in side]
-        return PendingAverages(factors, alone=self._alone)
+        return PendingAverages(factors)
 
     @property
     def weight(self) -> Scalar:
@@ -1492,7 +1340,7 @@ class FactorAverage(FactorSink):
         return tuple(self.numbers), self.average.unseen, self.average.addresses
 
     def with_weight(self, weight: Scalar) -> FactorAverage:
-        return FactorAverage(self.average, self.numbers, weight, alone=self._alone, lenient=self._lenient)
+        return FactorAverage(self.average, self.numbers, weight, lenient=self._lenient)
 
     def put(self, b: int, side: Side, moment: Moment) -> None:
         number = self.numbers[b]
@@ -1508,7 +1356,7 @@ class FactorAverage(FactorSink):
         if is_asynchronous(factor.device):  # not checked on the host: a moment that is not finite is not added
             masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
             moment = Moment(moment.mean(), 1) if masked else moment
-            self._averages.add(factor, moment.total, count=moment.count, weight=weight, is_moment=side != "D")
+            self._averages.add(factor, moment.total, count=moment.count, weight=weight)
             return
         if moment.is_finite():
             moment.average_into(factor, float(weight))

@@ -15,7 +15,6 @@ from natgrad.linalg import (
     Damping,
     Relative,
     check_finite,
-    check_power,
     cholesky,
     inverse_powered,
     is_number,
@@ -63,7 +62,7 @@ class LowRank(Structure):
     power: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_power(self.power, "LowRank(power=…)")
+        super().__post_init__()
         if not is_number(self.rank, whole=True) or self.rank < 1:
             raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank!r}")
 

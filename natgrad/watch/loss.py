@@ -19,8 +19,7 @@ from natgrad.model import tensors_of
 from natgrad.output.heads import Heads
 from natgrad.output.losses import ClassLoss, HessianLoss, TermLoss, described
 from natgrad.output.metric import DerivedMetric, OutputMetric
-from natgrad.watch.base import Watcher
-from natgrad.watch.hooks import LossHook, attach_hook, in_training, loss_in, on_cotangent, weakly
+from natgrad.watch.base import LossHook, Watcher, attach_hook, in_training, loss_in, on_cotangent, weakly
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _FEW = 0.05  # of the terms may have no gradient by chance: where an output equals its target

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.fused import (
+    Flag,
     add_,
     average_,
     copy_,

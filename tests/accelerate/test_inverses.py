@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.accelerate import inverses as inverting
 from natgrad.accelerate.inverses import (
-    InverseStack,
     Inversion,
     batch_by_size,
     batch_bytes,
@@ -25,7 +24,6 @@ from natgrad.accelerate.inverses import (
 )
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
-from natgrad.structures.base import Inverse
 from natgrad.structures.kronecker import ProductInverse
 from tests import zoo
 from tests.memory import peak
@@ -126,17 +124,12 @@ def test_a_factor_that_cannot_be_inverted_keeps_its_last_inverse_and_the_others_
         close(found[key], expected[key])
 
 
-@pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("wait", [False, True])
-def test_what_single_precision_cannot_invert_is_inverted_in_double(
-    wait: bool, root: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_single_precision_cannot_invert_is_inverted_in_double(wait: bool) -> None:
     """c vvᵀ + 1 of integers below 2²⁴: the factor is exact, and what single precision leaves of 1 is not positive."""
     v = torch.arange(41, 71).float()
     factor = (3001 * torch.outer(v, v) + torch.eye(30)).unsqueeze(0)
-    stack = InverseStack(torch.full((1, 30, 30), torch.nan))
-    job = Inversion(factor, torch.zeros(1), stack.memory, stack=stack)
-    monkeypatch.setattr(inverting, "_ROOT", 30 if root else 31)
+    job = Inversion(factor, torch.zeros(1), torch.full((1, 30, 30), torch.nan))
     _, failed = torch.linalg.cholesky_ex(factor)
     assert bool(failed.all())
     invert([job], wait=wait)
@@ -201,47 +194,6 @@ def test_inverting_holds_one_matrix_beside_what_is_kept(warm: bool) -> None:
     jobs = [Inversion(factor, torch.ones(1).double(), torch.ones(1, d, d).double()) for factor in factors]
     one = factors[0].nbytes
     assert one <= peak(lambda: invert(jobs, warm=warm)) < 1.1 * one
-
-
-def _roots(inverse: Inverse) -> list[bool]:
-    assert isinstance(inverse, ProductInverse)
-    return [stack.is_root for pair in inverse.stacks for stack in pair]
-
-
-@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "layer_norm"])
-def test_a_root_solves_as_the_inverse_does_and_becomes_it_where_that_is_asked_for(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pb, G = operator_of(name)
-    ω, explicit = covector(pb), ng.Factored().init(G, 0.1)
-    assert not any(_roots(explicit))
-    monkeypatch.setattr(inverting, "_ROOT", 3)
-    inverse = ng.Factored().init(G, 0.1)
-    assert any(_roots(inverse))
-    for key, right in explicit.sharp(ω).items():
-        close(inverse.sharp(ω)[key], right)
-    flat = G.layout.flatten(ω)
-    close(inverse.solve(flat), explicit.solve(flat))
-    for key, matrix in explicit.tensors().items():
-        close(inverse.tensors()[key], matrix)
-    assert not any(_roots(inverse))
-    again = ng.Factored().again(inverse, scaled(G, 1.7), 0.1)
-    assert again is inverse
-    assert any(_roots(again))
-    expected = ng.Factored().init(scaled(G, 1.7), 0.1).sharp(ω)
-    for key, right in expected.items():
-        close(again.sharp(ω)[key], right)
-
-
-def test_a_root_stays_where_the_next_matrix_cannot_be_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, G = operator_of("mlp_tanh")
-    before = ng.Factored().init(G, 0.1).tensors()
-    monkeypatch.setattr(inverting, "_ROOT", 3)
-    last = ng.Factored().init(G, 0.1)
-    moved = scaled(G, 1.7)
-    with pytest.raises(FactorisationError, match=r"the factor S of 0\.weight \+ 0\.bias is not positive after damping"):
-        ng.Factored().again(last, replace(moved, left=(-moved.left[0], *moved.left[1:])), 0.1)
-    close(last.tensors()["0.weight/S"], before["0.weight/S"])
 
 
 class _Repeated(nn.Module):

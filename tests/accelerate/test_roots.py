@@ -1,7 +1,6 @@
 """Roots and polar factors by products, against eigenvalues and singular values in double precision."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -340,36 +339,6 @@ def test_nothing_waits_for_the_device(precision: roots.Precision) -> None:
         both()
         with pytest.raises(AssertionError):
             float(A.sum())
-
-
-class _Counting(TorchDispatchMode):
-    """Counts operations by name, and products of square matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts = Counter[Any]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket] += 1
-        product = func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
-        self.counts["products"] += product and args[-1].shape == args[-2].shape
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("condition", [10.0, 4e4, 1e6])
-@pytest.mark.parametrize(
-    "powers", [[0.5], [0.75], [1.0], [0.25], [0.75, 0.5], [1.0, 0.5], [0.0], [0.7], [0.3, 0.5], [0.01]]
-)
-def test_the_plan_counts_the_products(powers: list[float], condition: float) -> None:
-    A = symmetric(spread(40, 5.0))[None].float()
-    inverse_powers(A, powers, condition=condition, error=roots.NOISE, method="products")  # the coefficients, once
-    with _Counting() as counting:
-        inverse_powers(A, powers, condition=condition, error=roots.NOISE, method="products")
-    products = roots.product_count(powers, condition, roots.NOISE)
-    assert counting.counts.pop("products") == products
-    assert counting.counts.total() < 4 * products + 90  # launches of one batch of matrices, whatever their number
-    flops = roots.root_flops(100, powers, torch.device("cuda"), condition)
-    assert flops == 2 * products * 100**3
 
 
 # Bad input.

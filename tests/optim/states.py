@@ -53,7 +53,6 @@ def _slots(structure: Structure, **options: Any) -> Make:
 
 
 FACTORED: dict[str, Any] = {"solver": ng.Factored()}
-ITERATED = ng.EigenKronecker(power=0.5, eigenvectors="iterated")
 MAKES: dict[str, Make] = {
     "kfac": lambda m: ng.KFAC(m, EXACT, early=False),
     "ekfac": lambda m: ng.EKFAC(m, EXACT, early=False),
@@ -61,7 +60,7 @@ MAKES: dict[str, Make] = {
     "blocks": lambda m: ng.KFAC(m, EXACT, fallback=ng.BlockDense()),
     "natural": _slots(ng.Refresh(ng.Kronecker(largest=1, power=0.5), decay=0.95), step=ng.Polar(0.4), **FACTORED),
     "shampoo": _slots(ng.Refresh(ng.Kronecker(power=0.5), 1, 0.95, 10), step=ng.Normalised(), **FACTORED),
-    "soap": _slots(ng.Refresh(ITERATED, decay=0.95, basis=10)),
+    "soap": _slots(ng.Refresh(ng.EigenKronecker(power=0.5), decay=0.95, basis=10)),
     "muon": _slots(ng.Diagonal(power=0.0), step=ng.Polar()),
     "dense": _structured(ng.Refresh(ng.Dense(), every=5)),
     "block_dense": _structured(ng.Refresh(ng.BlockDense(), every=5)),

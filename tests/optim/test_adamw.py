@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import NonFiniteError
 from natgrad.optim import optimizer, update

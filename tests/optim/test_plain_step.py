@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from benchmarks.census import Operations
-from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.optim import estimates, optimizer, update
 from natgrad.step import PlainRule, Step, StepContext, StepRule

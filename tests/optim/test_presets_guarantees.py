@@ -385,11 +385,6 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "early": (lambda m: ng.SOAP(m, early="yes"), TypeError, "early must be True or False, got 'yes'"),  # type: ignore[arg-type]
     "nesterov": (lambda m: ng.Muon(m, nesterov=1), TypeError, "nesterov must be True or False, got 1"),  # type: ignore[arg-type]
     "moments": (lambda m: ng.SOAP(m, moments="kept"), ValueError, 'is "carried" or "sorted", not \'kept\''),  # type: ignore[arg-type]
-    "moments_exact": (
-        lambda m: ng.EigenKronecker(moments="sorted"),
-        ValueError,
-        'needs eigenvectors="iterated": D keeps its columns',
-    ),
     "polar_number": (lambda m: ng.Natural(m, polar=3), TypeError, "polar must be True or False, got 3"),  # type: ignore[arg-type]
     "rows": (lambda m: ng.Shampoo(m, largest=1.5), TypeError, "largest must be a whole number"),  # type: ignore[arg-type]
     "groups": (lambda m: ng.Muon(m, groups=3), TypeError, "groups must be a list of dicts"),  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import natgrad as ng
-from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.errors import IncompatibleError
 from natgrad.operators import Operator
 from natgrad.structures import Structure
 from tests import oracle, zoo
@@ -71,9 +71,9 @@ REFUSED: list[tuple[Structure, ng.solve.Solver, float, str]] = [
     (ng.LowRank(2), ng.Pinv(), 0.1, r"Pinv does not work with LowRankOperator.*damping > 0, or Pinv\(\) with Dense"),
     (ng.BlockDense(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=matrix\) does not work with BlockDenseOperator"),
     (ng.Diagonal(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=matrix\) does not work with DiagonalOperator"),
-    (ng.Kronecker(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=matrix\) does not work with KroneckerOperator"),
+    (ng.Kronecker(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=…\) does not work with KroneckerOperator"),
     (ng.Kernel(power=0.5), ng.Pinv(weight=NUMBERS), 0.0, r"Pinv\(weight=…\) at the power 0.5 does not .* KernelOp"),
-    (ng.Kronecker(power=0.5), ng.Pinv(weight=NUMBERS), 0.0, r"Pinv\(weight=…\) at the power 0.5 .* KroneckerOp"),
+    (ng.EigenKronecker(), ng.Pinv(weight=NUMBERS), 0.0, r"Pinv\(weight=…\) does not work with EigenKroneckerOp"),
     (ng.Dense(), ng.CG(preconditioner=ng.Kernel()), 0.1, r"preconditioner=Kernel\(\)\) does not work with DenseOp"),
 ]
 
@@ -88,7 +88,7 @@ def test_pairs_that_cannot_work_are_refused_by_name(
     assert issubclass(IncompatibleError, TypeError)
 
 
-WEIGHABLE = [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kernel(), ng.Kronecker(), ng.EigenKronecker()]
+WEIGHABLE = [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kernel()]
 
 
 @pytest.mark.parametrize("structure", WEIGHABLE, ids=repr)
@@ -107,7 +107,7 @@ def test_numbers_a_parameter_are_a_weight_for_the_structures_that_have_one(struc
     assert float((v * flat) @ v) < float((plain * flat) @ plain) or diagonal or torch.allclose(v, plain)
 
 
-@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Kronecker(), ng.EigenKronecker()], ids=repr)
+@pytest.mark.parametrize("structure", WEIGHABLE, ids=repr)
 def test_weighted_inverse_is_symmetric_outside_of_the_range_too(structure: Structure) -> None:
     """w (wGw)⁺ w with w = W^-½: a gradient that the structure does not see raises no loss."""
     G = estimate(structure, k=1, examples=2)
@@ -131,11 +131,3 @@ def test_matrix_is_a_weight_for_the_kernel(metric: ng.OutputMetric) -> None:
         close(v, oracle.weighted_pinv(G.dense(), w, weight, rtol=1e-11), 1e-6)
     numbers = dict(G.layout.vector(W.diagonal()).items())
     close(ng.sharp(G, G.layout.covector(w), ng.Pinv(rtol=1e-11, weight=numbers)).flatten(), v, 1e-6)
-
-
-def test_weight_that_is_too_uneven_for_the_factors_is_refused() -> None:
-    G = estimate(ng.Kronecker(), k=1, examples=2)
-    flat = torch.logspace(-150, 150, 31, dtype=torch.float64)
-    inverse = ng.Pinv(weight=dict(G.layout.vector(flat).items())).init(G)
-    with pytest.raises(NatgradError, match=r"Pinv\(weight=…\) did not converge in the layer .* use Dense"):
-        inverse.solve(G.product(torch.ones(31, dtype=torch.float64)))

@@ -12,7 +12,6 @@ import natgrad as ng
 from natgrad.accelerate.roots import spectrum
 from natgrad.errors import FactorisationError, NonFiniteError
 from natgrad.operators import EigenKroneckerOperator
-from natgrad.structures import layered
 from tests import kronecker_oracle, oracle, zoo
 from tests.pulled import close, normal, pull, random_roots
 
@@ -304,49 +303,3 @@ def test_eigenvalues_that_cannot_be_found_say_so(monkeypatch: pytest.MonkeyPatch
         FactorisationError, match=r"eigenvalues of a factor of size 3 cannot be found, in double.*raise"
     ):
         spectrum(torch.eye(3)[None])
-
-
-def test_iterated_eigenvectors_tend_to_the_exact_ones() -> None:
-    """Q ← QR(SQ) diagonalises S in the limit, largest eigenvalue first; it is orthogonal in every step."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3).double()
-    structure = ng.EigenKronecker(eigenvectors="iterated")
-    batches = [torch.randn(20, 4, dtype=torch.float64) for _ in range(2)]
-    metric = ng.Fisher(ng.Categorical(axis=-1))
-    first = structure.estimate(ng.pullback(model, batches[0], metric))
-    G = first.lerp(structure.estimate(ng.pullback(model, batches[1], metric), first), 0.5)
-    trace = G.diagonal().sum()
-    for _ in range(400):
-        G = G.with_new_basis()
-        torch.testing.assert_close(G.diagonal().sum(), trace)
-    tensors = G.tensors()
-    for factor, basis in (("S", "Q"), ("A", "P")):
-        F, Q = tensors[f"weight/{factor}"][0], tensors[f"weight/{basis}"][0]
-        torch.testing.assert_close(Q.T @ Q, torch.eye(len(Q), dtype=Q.dtype))
-        values = torch.linalg.eigvalsh(F).flip(0)
-        torch.testing.assert_close(Q.T @ F @ Q, torch.diag(values), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("failures", [0.0, 1.0])
-def test_where_a_gpu_has_failed_to_follow_the_next_step_is_householders(
-    failures: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def following(
-        factors: list[Tensor], rotations: list[Tensor], method: str, sort: bool
-    ) -> tuple[list[Tensor], Tensor | None]:
-        asked.append(method)
-        return rotations, torch.tensor(failures)
-
-    monkeypatch.setattr(layered, "followed_all", following)
-    G = ng.EigenKronecker(eigenvectors="iterated").estimate(
-        ng.pullback(torch.nn.Linear(4, 3), torch.randn(8, 4), ng.Euclidean())
-    )
-    G.with_new_basis().with_new_basis()
-    assert asked == ["auto", "householder" if failures else "auto"]
-
-
-def test_eigenvectors_are_exact_or_iterated() -> None:
-    with pytest.raises(ValueError, match='is "exact" or "iterated", not \'fast\''):
-        ng.EigenKronecker(eigenvectors="fast")  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -469,11 +468,8 @@ def test_the_prior_precision_of_a_regularised_loss_is_as_documented(kind: str) -
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
 
 
-ITERATED = ng.EigenKronecker(eigenvectors="iterated")  # in an optimizer: here there are no steps in which to iterate
 BATCHED: dict[str, tuple[str, ng.structures.Structure]] = {
     **{kept: (kept, structure) for kept, (structure, _) in KEPT.items() if kept != "low rank"},
-    "eigen, iterated": ("eigen", ITERATED),
-    "eigen, sorted": ("eigen", replace(ITERATED, moments="sorted")),
     "eigen, schedule": ("eigen", ng.Refresh(ng.EigenKronecker(), every=10)),
 }
 

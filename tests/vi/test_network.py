@@ -313,8 +313,7 @@ class TestBadInput:
 # The state of a Bayesian neural network: a run that was cut in two is the run.
 
 
-ITERATED = ng.EigenKronecker(eigenvectors="iterated", moments="sorted")
-STRUCTURES = [ng.Dense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker(), ITERATED]
+STRUCTURES = [ng.Dense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker()]
 
 
 def _data() -> tuple[Tensor, Tensor]:
