@@ -423,6 +423,13 @@ def few_races() -> str:
     return markdown_table(head, ([title, *(race(name, *column) for column in columns)] for name, title in _FEW.items()))
 
 
+def ahead(column: str, optimizer: str = "natural", folder: Path = RECORDS) -> str:
+    """In how many of these races the loss of an optimizer is below the one that AdamW ends with: "6 of 7"."""
+    pairs = [(race(name, optimizer, column, folder), race(name, "adamw", "loss, equal steps", folder)) for name in _FEW]
+    numbers = [[float(cell.split()[0].replace("–", "inf")) for cell in pair] for pair in pairs]
+    return f"{sum(ours < theirs for ours, theirs in numbers)} of {len(numbers)}"
+
+
 def ablation(name: str = "decoder", folder: Path = RECORDS) -> str:
     """The best tuning run of every contender of a task with the whole schedule, best first."""
     task = tasks()[name]
@@ -512,6 +519,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             races,
             race,
             few_races,
+            ahead,
             winners,
             beside_adamw,
             best_rates,
