@@ -197,7 +197,7 @@ LINES: dict[str, int] = {
     "integrations": 76,
     "invariance": 598,
     "kernels": 558,
-    "mirror": 1021,
+    "mirror": 1060,
     "natgrad": 2739,
     "operators": 0,
     "optim": 3175,

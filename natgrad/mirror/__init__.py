@@ -22,6 +22,7 @@ from natgrad.mirror.descent import Refuse as Refuse
 from natgrad.mirror.descent import Report as Report
 from natgrad.mirror.descent import Trace as Trace
 from natgrad.mirror.descent import in_dual_chart as in_dual_chart
+from natgrad.mirror.filter import Filter as Filter
 from natgrad.mirror.geometry import Box as Box
 from natgrad.mirror.geometry import Everywhere as Everywhere
 from natgrad.mirror.geometry import HessianMetric as HessianMetric

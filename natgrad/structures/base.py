@@ -758,7 +758,7 @@ class Refresh(Structure):
     Args:
         structure: The structure to average.
         every: Steps between estimates.
-        decay: β of the moving average; 0 keeps the last estimate only.
+        decay: β of the moving average; 0 keeps the last estimate only, and 1 is the mean of all estimates so far.
         inverse: Steps between inverses. In between the last inverse is used, and a change of the damping has no effect.
             With 1 the metric is inverted whenever it or the damping has changed.
         early: In the beginning, when the metric changes fastest, it is also inverted in the steps 1, 2, 4, 8, … before
@@ -797,8 +797,8 @@ class Refresh(Structure):
                 raise TypeError(f"Refresh({which}=…) must be a whole number of steps, got {got!r}")
             if got is not None and got < 1:
                 raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
-        if not is_number(self.decay) or not 0 <= self.decay < 1:
-            raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
+        if not is_number(self.decay) or not 0 <= self.decay <= 1:
+            raise ValueError(f"Refresh(decay=…) must be in [0, 1], got {self.decay}")
         name = type(self.structure).__name__
         if self.basis is not None and not self.structure.has_basis:
             raise IncompatibleError(
@@ -858,8 +858,8 @@ class Refresh(Structure):
         return self.early and step < period
 
     def weight(self, step: int) -> float:
-        """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""
-        return (1 - self.decay) / (1 - self.decay**step)
+        """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t), or 1/t."""
+        return 1 / step if self.decay == 1 else (1 - self.decay) / (1 - self.decay**step)
 
 
 def _doubled(step: int) -> bool:

@@ -234,8 +234,8 @@ def test_a_metric_with_targets_asks_for_them() -> None:
     ("make", "message"),
     [
         (lambda: ng.Refresh(ng.Dense(), every=0), "must be at least 1, got 0"),
-        (lambda: ng.Refresh(ng.Dense(), decay=1.0), r"must be in \[0, 1\), got 1"),
-        (lambda: ng.Refresh(ng.Dense(), decay=-0.1), r"must be in \[0, 1\)"),
+        (lambda: ng.Refresh(ng.Dense(), decay=1.1), r"must be in \[0, 1\], got 1.1"),
+        (lambda: ng.Refresh(ng.Dense(), decay=-0.1), r"must be in \[0, 1\]"),
         (lambda: ng.Refresh(ng.Kernel(), decay=0.5), "does not work with Kernel: every average would be larger"),
         (lambda: ng.Refresh(ng.Implicit(), every=2), "does not work with Implicit"),
         (lambda: ng.Refresh(ng.Dense(), inverse=0), r"Refresh\(inverse=…\) must be at least 1, got 0"),
