@@ -394,6 +394,7 @@ class ResidualFunction:
         rows = [a.unsqueeze(1) if mapped else a for a, mapped in zip(self.args, by_row, strict=True)]
         dims = (None, *(0 if mapped else None for mapped in by_row))
         gradient = torch.func.grad(lambda x, *args: self.one(x, *args).sum())
+        self._calls.count += 1
         return torch.vmap(gradient, in_dims=dims)(x.squeeze(0), *rows).detach().unsqueeze(0)
 
     def _agrees(self, plain: _Evaluation, r: Tensor, J: Tensor) -> bool:

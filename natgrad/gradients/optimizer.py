@@ -35,6 +35,7 @@ from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, 
 from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
 from natgrad.optim import metrics as told
+from natgrad.optim.checkpoint import check_nonnegative, check_plain
 from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import begin_moments, check_keys, check_numbers, common_damping, corrected_weight
 
@@ -327,14 +328,15 @@ class GradientOptimizer(torch.optim.Optimizer):
                 p, a, state = member
                 is_new = not self.letters or self.letters[0] not in state  # its first gradient counts in full
                 alike.setdefault((a.sizes, p.dtype, p.device, is_new), []).append((member, M))
+        if self.refreshes(step) and (idle := self._idle(grads)):
+            with full_precision(idle[0].G.device):
+                self.refresh(idle)
         if not alike:
             return {}
         batches = self._batches(list(alike.values()), grads)
         with full_precision(batches[0].G.device):
             self._average(batches, numbers[0])
             directions = self.directions(batches, step)
-            if self.refreshes(step):
-                self.refresh(self._idle(grads))
         v: dict[str, Tensor] = {}
         for members, batch, V in zip(alike.values(), batches, directions, strict=True):
             for ((p, a, _), _), W in zip(members, batch.divided(V), strict=True):
@@ -458,13 +460,13 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly. A state that does not fit is refused with the difference, before anything is changed."""
-        names = [a.name for of_group in self._assignments for a in of_group]
-        state_dict = converted(state_dict, names, self.letters)
+        assignments = self.plan().assignments
+        state_dict = converted(state_dict, [a.name for a in assignments], self.letters)
         params = [p for group in self.param_groups for p in group["params"]]
+        check_plain(state_dict, self.param_groups, {id(p): a.name for p, a in zip(params, assignments, strict=True)})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        if len(keys) == len(params):  # else torch says so
-            for key, a in zip(keys, self.plan().assignments, strict=True):
-                self._check_state(a, state_dict["state"].get(key, {}))
+        for key, a in zip(keys, assignments, strict=True):
+            self._check_state(a, state_dict["state"].get(key, {}))
         super().load_state_dict(state_dict)
         # torch goes on in the tensors of the dictionary, cast to the type of the parameter: we keep copies as they are.
         for key, p in zip(keys, params, strict=True):
@@ -472,9 +474,9 @@ class GradientOptimizer(torch.optim.Optimizer):
                 self.state[p][what] = t.to(p.device, copy=True) if isinstance(t, Tensor) else t
 
     def _check_state(self, a: Assignment, state: Mapping[str, Any]) -> None:
-        """Raise unless this is the state of such a parameter, and finite."""
-        moments = ("exp_avg", "exp_avg_sq")
-        expected = {"momentum": a.shape, **self.shapes(a)} if a.is_matrix else dict.fromkeys(moments, a.shape)
+        """Raise unless this is the state of such a parameter, with second moments that are not negative."""
+        letters = self.shapes(a) if a.is_matrix else {}
+        expected = ("momentum", *letters) if a.is_matrix else ("exp_avg", "exp_avg_sq")
         strange = [what for what in state if what not in expected and what != "step"]
         missing = [what for what in expected if what not in state and what != "momentum" and state]
         if strange or missing:
@@ -483,17 +485,16 @@ class GradientOptimizer(torch.optim.Optimizer):
                 f"this is the state of another optimizer: {a.name} {differs}, and {a.optimizer} steps it here. "
                 "Nothing was loaded"
             )
-        for what, t in state.items():
-            if what in expected and tuple(t.shape) != tuple(expected[what]):
+        for what in letters if state else ():
+            t = state[what]
+            if tuple(t.shape) != letters[what]:
                 raise ValueError(
-                    f"{what} of {a.name} in the state has the shape {list(t.shape)}, and here {list(expected[what])}. "
+                    f"{what} of {a.name} in the state has the shape {list(t.shape)}, and here {list(letters[what])}. "
                     "Nothing was loaded"
                 )
-            if not bool(torch.isfinite(t).all()):
-                raise NonFiniteError(
-                    f"{what} of {a.name} in the state holds NaN or infinity. Nothing was loaded: take an earlier "
-                    "checkpoint"
-                )
+            if what[0] not in "QP":
+                moments = t if what == "D" or t.ndim == 2 else t.diagonal(dim1=1, dim2=2)
+                check_nonnegative(a.name, {what: moments})
 
     def shapes(self, a: Assignment) -> dict[str, tuple[int, ...]]:
         """What the state of a matrix keeps beside its momentum."""

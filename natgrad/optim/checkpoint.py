@@ -462,7 +462,7 @@ def check_finite(what: str, tensors: Mapping[str, Any]) -> None:
             )
 
 
-def _check_nonnegative(what: str, tensors: Mapping[str, Tensor]) -> None:
+def check_nonnegative(what: str, tensors: Mapping[str, Tensor]) -> None:
     """No second moment is negative, but for rounding: its square root would be NaN, or a step would ascend."""
     for name, t in tensors.items():
         rounding = torch.finfo(t.dtype).eps ** 0.5
@@ -510,7 +510,9 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             if what in tensors:
                 _check_shape(f"{what} of {name}", tensors[what], tuple(params[key].shape))
         check_finite(name, tensors)
-        _check_nonnegative(name, {what: t for what, t in tensors.items() if what == "exp_avg_sq"})
+        check_nonnegative(name, {what: t for what, t in tensors.items() if what == "exp_avg_sq"})
+        if "step" in tensors and not tensors["step"] >= 0:
+            raise ValueError(f"step of {name} in the state is {float(tensors['step'])}: it is damaged. {_NOTHING}")
 
 
 def operator_of(
@@ -528,7 +530,7 @@ def operator_of(
     strange = [key for key in tensors if key not in expected]
     if strange:
         raise ValueError(f"the metric in the state has {', '.join(strange)}, for which there is no layer. {_NOTHING}")
-    _check_nonnegative("the metric", G.nonnegative())
+    check_nonnegative("the metric", G.nonnegative())
     return G
 
 
@@ -543,7 +545,7 @@ def _inverse_of(G: Operator, tensors: Mapping[str, Tensor]) -> Inverse | None:
 
     inverse = _built("the inverse of the metric", attempt)
     if inverse is not None:
-        _check_nonnegative("the inverse of the metric", inverse.nonnegative())
+        check_nonnegative("the inverse of the metric", inverse.nonnegative())
     return inverse
 
 

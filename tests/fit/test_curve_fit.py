@@ -116,7 +116,13 @@ def test_the_derivative_of_a_fit_leaves_fixed_unknowns_alone() -> None:
     assert torch.autograd.gradcheck(solution, (Y.clone().requires_grad_(),), atol=1e-6)
 
 
+def _network(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    """Every residual needs its own row of the data, and its tensors do not broadcast."""
+    return (torch.tanh(t @ x[:2].reshape(1, 2)) @ x[1:]) - y
+
+
 MODELS = {
+    "rows": lambda x: _network(x, T[:, None], Y),
     "apart": lambda x: hill(T, x[0], x[1], x[2]) - Y,
     "together": lambda x: (hill(T, x[0], x[1], x[2]) - Y).cumsum(0),
     "many": lambda x: (hill(torch.linspace(0, 5, 400).double(), x[0], x[1], x[2]) - 1).cumsum(0),
@@ -128,11 +134,11 @@ MODELS = {
 def test_nfev_is_how_often_fun_was_called_and_max_nfev_its_limit(name: str, limit: int | None) -> None:
     calls = []
 
-    def fun(x: Tensor) -> Tensor:
+    def fun(x: Tensor, *data: Tensor) -> Tensor:
         calls.append(1)
-        return MODELS[name](x)
+        return _network(x, *data) if data else MODELS[name](x)
 
-    fit = ng.least_squares(fun, [1.0, 1.5, 1.0], max_nfev=limit)
+    fit = ng.least_squares(fun, [1.0, 1.5, 1.0], (T[:, None], Y) if name == "rows" else (), max_nfev=limit)
     assert fit.nfev == len(calls)
     assert limit is None or name == "many" or fit.nfev <= limit
     assert fit.success == (limit is None)

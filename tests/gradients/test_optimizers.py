@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -382,9 +383,44 @@ def test_a_state_is_loaded_bit_for_bit_and_one_of_another_optimizer_is_refused(n
     wrong = copy.deepcopy(saved)
     wrong["state"][0]["momentum"] = torch.zeros(2, 2)
     with pytest.raises(
-        ValueError, match=r"momentum of 0\.weight in the state has the shape \[2, 2\], and here \[4, 5\]"
+        ValueError, match=r"momentum of 0\.weight in the state has the shape \[2, 2\], here it is \[4, 5\]"
     ):
         again.load_state_dict(wrong)
+
+
+@EVERY
+def test_a_second_moment_below_zero_is_refused(name: str) -> None:
+    """Its root would be NaN, or a step would ascend: a damaged file."""
+    model = seeded(lambda: _mlp(5, 4, 3).double())
+    opt = FAMILY[name](model)
+    for _ in _run(model, opt, lambda: _points(5, 3), 3):
+        before = [p.detach().clone() for p in model.parameters()]
+    letters = ["exp_avg_sq", *(letter for letter in ("S", "A", "D", "S^-p", "A^-½") if letter in opt.letters)]
+    for letter in letters:
+        saved = copy.deepcopy(opt.state_dict())
+        next(state[letter] for state in saved["state"].values() if letter in state).view(-1)[0] = -7.0
+        with pytest.raises(ValueError, match=rf"{re.escape(letter)} of 0\.\w+ in the state has a negative second moment"):
+            opt.load_state_dict(saved)
+    saved["state"][1]["step"].fill_(-8.0)
+    with pytest.raises(ValueError, match="is damaged"):
+        opt.load_state_dict(saved)
+    assert all(torch.equal(p, θ) for p, θ in zip(model.parameters(), before, strict=True))
+
+
+def test_factors_are_decomposed_when_that_is_due_also_if_no_matrix_has_a_gradient() -> None:
+    """Powers are due in the first and the third step, in which AdamW alone has a gradient; the fourth sees them."""
+    W, b = nn.Parameter(torch.eye(3, dtype=D)), nn.Parameter(torch.ones(3, dtype=D))
+    opt = ng.Shampoo(
+        [W, b], lr=1.0, weight_decay=0.0, momentum=0.0, decay=0.5, inverse_every=2, early=False, damping=1e-16
+    )
+    first, second, last = 2 * torch.eye(3, dtype=D), torch.tensor([1.0, 5.0, 9.0], dtype=D).diag(), torch.ones_like(W)
+    before = W.detach().clone()
+    for gradient in (first, second, None, last):
+        W.grad, b.grad, before = gradient, torch.ones_like(b), W.detach().clone()
+        opt.step()
+    S = (first.square() + 2 * second.square()).diagonal() / 9  # and A: averages with the weights ⅓ and ⅔
+    v = (S[:, None] * S).rsqrt()
+    torch.testing.assert_close(before - W.detach(), 0.2 * 3 * v / v.norm(), rtol=1e-6, atol=0)
 
 
 @EVERY
