@@ -167,10 +167,8 @@ class ResidualFunction:
     def of(self, rows: Tensor) -> ResidualFunction:
         """The residuals of some of the fits."""
         some = copy.copy(self)
-        some.args, some.unknowns = (
-            tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args),
-            self.unknowns.of(rows),
-        )
+        some.args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+        some.unknowns = self.unknowns.of(rows)
         some._last = None
         return some
 

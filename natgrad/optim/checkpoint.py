@@ -463,12 +463,12 @@ def check_finite(what: str, tensors: Mapping[str, Any]) -> None:
 
 
 def check_nonnegative(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """No second moment is negative, but for rounding: its square root would be NaN, or a step would ascend."""
+    """No second moment or count of steps is negative, but for rounding: roots would be NaN, or a step would ascend."""
     for name, t in tensors.items():
         rounding = torch.finfo(t.dtype).eps ** 0.5
         if t.numel() and bool(t.min() < -rounding * t.abs().max()):
             raise ValueError(
-                f"{name} of {what} in the state has a negative second moment, {float(t.min()):.3g}: it is damaged. "
+                f"{name} of {what} in the state has negative entries, {float(t.min()):.3g}: it is damaged. "
                 f"{_NOTHING}: take an earlier checkpoint"
             )
 
@@ -510,9 +510,7 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             if what in tensors:
                 _check_shape(f"{what} of {name}", tensors[what], tuple(params[key].shape))
         check_finite(name, tensors)
-        check_nonnegative(name, {what: t for what, t in tensors.items() if what == "exp_avg_sq"})
-        if "step" in tensors and not tensors["step"] >= 0:
-            raise ValueError(f"step of {name} in the state is {float(tensors['step'])}: it is damaged. {_NOTHING}")
+        check_nonnegative(name, {what: t for what, t in tensors.items() if what in ("exp_avg_sq", "step")})
 
 
 def operator_of(
