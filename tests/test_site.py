@@ -81,8 +81,24 @@ START = [
     "glossary",
     "evidence",
 ]
+GUIDES = [
+    "kfac",
+    "kfac_layers",
+    "kfac_in_training",
+    "losses",
+    "losses_in_training",
+    "least_squares",
+    "pde",
+    "pde_operators",
+]
+GUIDES += ["wavefunctions", "families", "vi", "invariance", "sobolev", "idea", "powers", "charts", "functionspace"]
 PAGES = [ROOT / "docs" / f"{name}.md" for name in START]
 PAGES += sorted(page for folder in ("loops", "coming_from") for page in (ROOT / "docs" / folder).glob("*.md"))
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_is_read_in_ten_minutes(name: str) -> None:
+    assert len((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split()) < 1800, "records belong to Evidence"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -52,7 +52,7 @@ def test_two_processes_take_the_steps_of_one_on_the_joint_batch(found: list[dict
 def test_where_ekfac_has_null_spaces_two_processes_differ_from_one_as_batches_in_another_order_do(
     found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding chooses the basis of a null space, and later examples are measured in it (docs/kfac.md)."""
+    """Rounding chooses the basis of a null space, and later examples are measured in it (docs/kfac_in_training.md)."""
 
     def trained() -> torch.Tensor:
         model = ranks.build(ranks.WIDE)
