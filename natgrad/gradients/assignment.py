@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.errors import IncompatibleError
 from natgrad.log import listed
@@ -108,7 +109,10 @@ class Modules:
     """What the modules of a model tell of its parameters: the names, and who is an embedding, a head, a kernel."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self.model = None if model is None else unwrapped(model)[-1]
+        wrapping = [] if model is None else unwrapped(model)
+        self.model = wrapping[-1] if wrapping else None
+        ddp = (module for module in wrapping if isinstance(module, DistributedDataParallel))
+        self.ddp = next((module for module in ddp if module.process_group.size() > 1), None)
         modules = [] if self.model is None else list(self.model.modules())
         params = {} if self.model is None else dict(self.model.named_parameters())
         self.names = {id(p): name for name, p in params.items()}

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.accelerate import fused
 from natgrad.accelerate.devices import full_precision, is_asynchronous
@@ -30,7 +31,7 @@ from natgrad.errors import NonFiniteError
 from natgrad.geometry import refuse_sparse
 from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of, tensors_of
 from natgrad.gradients.earlier_checkpoints import converted
-from natgrad.gradients.shards import gradient_of, is_sharded, local, shard, total_over_shards, whole
+from natgrad.gradients.shards import Member, Owners, Stage, State, gradient_of
 from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, number_of
 from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
@@ -38,13 +39,12 @@ from natgrad.optim import metrics as told
 from natgrad.optim.checkpoint import check_nonnegative, check_plain
 from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import begin_moments, check_keys, check_numbers, common_damping, corrected_weight
+from natgrad.sharding import is_sharded, local, whole
 
 Parameters: TypeAlias = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]] | Mapping[str, Tensor]
 )
 Groups: TypeAlias = Iterable[dict[str, Any]]
-State: TypeAlias = dict[str, Tensor]
-Member: TypeAlias = tuple[Tensor, Assignment, State]
 Moved: TypeAlias = dict[str, Tensor]  # ‖v‖ [] of every matrix that has moved
 Moving: TypeAlias = tuple[list[Member], list[Member]]  # the matrices of a group, and what AdamW steps
 
@@ -53,16 +53,19 @@ _EAGER = "a step of natgrad is not compiled. With fullgraph=True compile the mod
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class ShapeBatch:
     """The matrices of one shape that move in a step: N of them, with k offsets each."""
 
     G: Tensor  # gradients [N k o i], in single precision at least
     M: Tensor  # their momentum, what the step follows
+    members: Sequence[Member]
     states: Sequence[State]  # of every parameter
     counts: Sequence[int]  # matrices of every parameter
-    is_zero: Tensor  # [N]: M is rounding beside the largest of all matrices
+    is_new: bool  # they have their first gradient
+    is_owned: bool  # this process computes their directions
     gate: Tensor | None  # not zero on the device: the step changes nothing
+    is_zero: Tensor = field(init=False)  # [N]: M is rounding beside the largest of all matrices
 
     def get(self, letter: str) -> Tensor:
         """What is kept of all matrices."""
@@ -98,6 +101,9 @@ class GradientOptimizer(torch.optim.Optimizer):
     decay: float = 0.95  # of moving averages
     nesterov: bool = True
     letters: tuple[str, ...] = ()  # what a state keeps beside the momentum
+    decomposed: tuple[str, ...] = ()  # of these, what changes when factors are decomposed
+    _owners: Owners | None
+    _ddp: DistributedDataParallel | None
 
     def __init__(
         self,
@@ -127,10 +133,11 @@ class GradientOptimizer(torch.optim.Optimizer):
         self._moved: Moved = {}  # ‖v‖ in the last step
         self._rates: list[float] = []  # of the groups, in the last step
         self._taken = self._refreshes = self._refreshed = 0  # steps and refreshes of this process; the last refresh
-        self._sharded: list[Tensor] = [p for group in given for p in tensors_of(group) if is_sharded(p)]
+        self._divided: list[tuple[Tensor, Assignment]] = []  # of which other processes have a part, too
         if isinstance(params, nn.Module):
             refuse_flat_shards(params)
         self._refresh()
+        self._ddp = self._modules.ddp
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(given, numbers | {"steps": 0})
         self._modules = Modules(None)
@@ -143,6 +150,7 @@ class GradientOptimizer(torch.optim.Optimizer):
     def _refresh(self) -> None:
         """What is made anew after a copy: a flag that travels from a device, and captured steps."""
         self._flag, self._graphs = Flag(), GraphCache[tuple[Moved, Tensor | None]](capacity=4)
+        self._owners, self._ddp = None, None
         self._take_uncompiled = uncompiled(_take, reason=_EAGER)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -170,6 +178,16 @@ class GradientOptimizer(torch.optim.Optimizer):
                 largest=self.largest,
             )
         )
+        pairs = zip(params, self._assignments[-1], strict=True)
+        in_ddp = self._modules.names if self._ddp is not None else {}
+        self._divided += [(p, a) for p, a in pairs if is_sharded(p) or id(p) in in_ddp]
+        self._owners = None
+
+    def _owners_now(self) -> Owners | None:
+        """Who owns which matrix, if processes share some. All of them call this together."""
+        if self._owners is None and self._divided:
+            self._owners = Owners(self._divided, self._ddp, self.shapes)
+        return self._owners
 
     def plan(self) -> GradientPlan:
         """What steps every parameter, and why: ``print(opt.plan())``."""
@@ -247,7 +265,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             matrices, others = list[Member](), list[Member]()
             for p, a in zip(group["params"], of_group, strict=True):
                 if p.grad is not None:
-                    grads[a.name], state = p.grad if not self._sharded else gradient_of(p), self.state[p]
+                    grads[a.name], state = gradient_of(p) if self._divided else p.grad, self.state[p]
                     is_new = is_new or not state
                     (matrices if a.is_matrix else others).append((p, a, state))
             moving.append((matrices, others))
@@ -255,14 +273,15 @@ class GradientOptimizer(torch.optim.Optimizer):
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
         refuse_sparse(grads)
         asynchronous = is_asynchronous(next(iter(grads.values())).device)
+        owners = self._owners_now() if self._divided else None
         if not asynchronous:
-            self._check(grads)
+            self._check(self._norm(grads), grads, "the gradient")
         step = self.param_groups[0]["steps"]
 
         def run(gradients: Sequence[Tensor], numbers: Sequence[Scalar]) -> tuple[Moved, Tensor | None]:
             named = dict(zip(grads, gradients, strict=True))
             if asynchronous:
-                self._flag.look({"norm": self._norm(gradients)})
+                self._check(self._norm(named), named, "the gradient")
             moved = self._move(moving, named, numbers, step)
             for group, (_, others), rate in zip(self.param_groups, moving, numbers[1:], strict=False):
                 if others:
@@ -270,7 +289,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             return moved, self._flag.value
 
         numbers, refreshes = self._numbers(step), self.refreshes(step)
-        if not asynchronous or is_new or refreshes:
+        if not asynchronous or is_new or refreshes or not (owners is None or owners.is_one):
             self._moved, _ = run(list(grads.values()), numbers)
         else:
             gradients, key = list(grads.values()), self._key(list(grads))
@@ -282,23 +301,26 @@ class GradientOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["steps"] = step + 1
 
-    def _check(self, grads: Mapping[str, Tensor]) -> None:
-        """Raise unless the gradients are finite and, where there are second moments, their squares."""
-        if math.isfinite(self._norm(list(grads.values()))):
+    def _norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Σ ‖∇‖ of all processes that have shards of these parameters."""
+        norm = fused.total_norm(list(grads.values()))
+        return norm if self._owners is None else self._owners.total(norm)
+
+    def _check(self, total: Tensor, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Raise (CPU), or close the gate (GPU), unless a total of tensors is finite: over all processes, in squares."""
+        if is_asynchronous(total.device):
+            self._flag.look({what: total})
             return
-        self._flag.check({name: g for name, g in grads.items() if g.numel()}, "the gradient")
-        if self._sharded:
-            raise NonFiniteError("a gradient holds NaN or infinity in another process. Nothing was changed")
+        if math.isfinite(total):
+            return
+        self._flag.check({name: t for name, t in tensors.items() if t.numel()}, what)
+        if self._owners is not None and math.isfinite(fused.total_norm(list(tensors.values()))):
+            raise NonFiniteError(f"{what} holds NaN or infinity in another process. Nothing was changed")
         if self.letters:
             raise NonFiniteError(
-                f"the square of the gradient of {listed(grads)} holds NaN or infinity. Nothing was changed: lower the "
+                f"the square of {what} of {listed(tensors)} holds NaN or infinity. Nothing was changed: lower the "
                 "learning rate, or clip the gradient"
             )
-
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Σ ‖∇‖ of all processes that have shards of these parameters."""
-        norm = fused.total_norm(gradients)
-        return total_over_shards(norm, self._sharded[0]) if self._sharded else norm
 
     def _numbers(self, step: int) -> list[float]:
         """The weight of this gradient in moving averages, the rates of all groups, its weights in corrected momenta."""
@@ -311,103 +333,136 @@ class GradientOptimizer(torch.optim.Optimizer):
         states = [t for of_param in self.state.values() for t in of_param.values()]
         params = [p for group in self.param_groups for p in group["params"]]
         options = [(group["momentum"], group["weight_decay"], group["damping"]) for group in self.param_groups]
-        return tuple(names), tuple(options), tuple([t.data_ptr() for t in (*params, *states)])
+        return tuple(names), tuple(options), tuple([local(t).data_ptr() for t in (*params, *states)])
 
     def _move(
         self, moving: Sequence[Moving], grads: Mapping[str, Tensor], numbers: Sequence[Scalar], step: int
     ) -> Moved:
         """Momentum, statistics, directions and steps of the matrices of all groups."""
-        groups = len(self.param_groups)
-        corrected = numbers[1 + groups :] or [1.0] * groups
-        followed: list[list[Tensor]] = []
-        alike: dict[Hashable, list[tuple[Member, Tensor]]] = {}
-        for group, (matrices, _), weight in zip(self.param_groups, moving, corrected, strict=True):
-            Ms = self._followed(matrices, grads, group["momentum"], weight) if matrices else []
-            followed.append(Ms)
-            for member, M in zip(matrices, Ms, strict=True):
-                p, a, state = member
-                is_new = not self.letters or self.letters[0] not in state  # its first gradient counts in full
-                alike.setdefault((a.sizes, p.dtype, p.device, is_new), []).append((member, M))
+        matrices, owners = [members for members, _ in moving], self._owners
         if self.refreshes(step) and (idle := self._idle(grads)):
             with full_precision(idle[0].G.device):
                 self.refresh(idle)
-        if not alike:
+        if not any(matrices):
             return {}
-        batches = self._batches(list(alike.values()), grads)
-        with full_precision(batches[0].G.device):
-            self._average(batches, numbers[0])
-            directions = self.directions(batches, step)
-        v: dict[str, Tensor] = {}
-        for members, batch, V in zip(alike.values(), batches, directions, strict=True):
-            for ((p, a, _), _), W in zip(members, batch.divided(V), strict=True):
-                v[a.name] = a.join(W).to(p.dtype)
-        lengths = fused.norms(list(v.values()))  # a number that is finite only if they are
-        if is_asynchronous(lengths[0].device):
-            self._flag.look({"‖v‖": torch.stack(lengths)})
-        elif not math.isfinite(float(torch.stack(lengths).sum())):
-            self._flag.check(v, "the step")
+        stages, followed, of_stages, together = list[Stage](), list[list[list[Tensor]]](), [], list[ShapeBatch]()
+        for stage in (Stage(matrices, grads),) if owners is None else owners.stages(matrices, grads):
+            stages.append(stage)
+            followed.append(self._followed(stage, numbers))
+            of_stages.append(self._batches(stage, followed[-1]))
+            together += of_stages[-1]
+        self._judge(together, matrices, grads)
+        v, computed, is_new = dict[str, Tensor](), dict[str, Tensor](), False
+        with full_precision(next(iter(grads.values())).device):
+            for stage, batches in zip(stages, of_stages, strict=True):
+                owned = []
+                for batch in batches:
+                    is_new = is_new or batch.is_new
+                    if batch.is_owned:
+                        owned.append(batch)
+                self._average(batches, numbers[0])
+                directions = dict[str, Tensor]()
+                for batch, V in zip(owned, self.directions(owned, step) if owned else (), strict=True):
+                    for (p, a, _), W in zip(batch.members, batch.divided(V), strict=True):
+                        directions[a.name] = a.join(W).to(p.dtype)
+                computed |= directions
+                stage.send(directions)
+        for stage in stages:
+            v |= stage.received()
+        if owners is None:
+            moved = dict(zip(v, fused.norms(list(v.values())), strict=True))
+            total = torch.stack(list(moved.values())).sum()  # a number that is finite only if they are
+        else:
+            moved, total = owners.lengths(v, computed)
+        self._check(total, v, "the step")
+        if owners is not None and (is_new or self.refreshes(step)):
+            owners.share({a.name: s for stage in stages for ms in stage.members for _, a, s in ms}, self.decomposed)
         gate = self._flag.value
-        for group, (matrices, _), Ms, rate in zip(self.param_groups, moving, followed, numbers[1:], strict=False):
-            if not matrices:
-                continue
-            params, steps, momenta, new, μ = [], [], [], [], group["momentum"]
-            for p, a, state in matrices:
-                params.append(p)
-                steps.append(v[a.name] if not self._sharded else shard(v[a.name], p))
-                new.append(grads[a.name])
+        for group, members, rate in zip(self.param_groups, matrices, numbers[1:], strict=False):
+            if members:
+                params, steps = [], []
+                for p, a, _ in members:
+                    params.append(p if owners is None else local(p))
+                    steps.append(v[a.name])
+                fused.descend_(params, steps, rate, decay=group["weight_decay"], gate=gate)
+        for stage, of_stage in zip(stages, followed, strict=True):
+            for group, kept, Ms in zip(self.param_groups, stage.members, of_stage, strict=True):
+                μ, momenta, new = group["momentum"], [], []
                 if μ:
-                    momenta.append(state["momentum"])
-            if self._sharded:
-                params, momenta = list(map(local, params)), list(map(local, momenta))
-            fused.descend_(params, steps, rate, decay=group["weight_decay"], gate=gate)
-            if μ and self.nesterov:
-                fused.average_(momenta, new, 1 - μ, gate=gate)
-            elif μ:
-                fused.copy_(momenta, Ms, gate=gate)
-        return dict(zip(v, lengths, strict=True))
+                    for _, a, state in kept:
+                        momenta.append(state["momentum"])
+                        new.append(stage.grads[a.name])
+                if momenta and self.nesterov:
+                    fused.average_(momenta, new, 1 - μ, gate=gate)
+                elif momenta:
+                    fused.copy_(momenta, Ms, gate=gate)
+        return moved
 
-    def _followed(
-        self, matrices: Sequence[Member], grads: Mapping[str, Tensor], μ: float, weight: Scalar
-    ) -> list[Tensor]:
-        """M of the matrices of a group: μm + (1 − μ)∇ of the next m, or without Nesterov's step m/(1 − μᵗ) itself."""
-        gradients, momenta, first = list[Tensor](), list[Tensor](), list[bool]()
-        for p, a, state in matrices:
-            gradients.append(grads[a.name])
-            first.append("momentum" not in state)
-            if μ and first[-1]:
-                state["momentum"] = torch.zeros_like(p)
-            momenta.append(state.get("momentum", p))
-        if not μ:
-            return gradients
-        if self._sharded:
-            momenta = list(map(local, momenta))
-        if self.nesterov:
-            return fused.lerp(momenta, gradients, 1 - μ**2)
-        averaged = fused.averaged(momenta, gradients, weight)
-        return [g if new else m for m, g, new in zip(averaged, gradients, first, strict=True)]
+    def _followed(self, stage: Stage, numbers: Sequence[Scalar]) -> list[list[Tensor]]:
+        """M of the matrices of every group: μm + (1 − μ)∇ of the next m, or without Nesterov's step m/(1 − μᵗ)."""
+        groups, out = len(self.param_groups), list[list[Tensor]]()
+        corrected = numbers[1 + groups :] or [1.0] * groups
+        for group, members, weight in zip(self.param_groups, stage.members, corrected, strict=True):
+            μ, gradients, momenta, first = group["momentum"], list[Tensor](), list[Tensor](), list[bool]()
+            for p, a, state in members:
+                gradients.append(stage.grads[a.name])
+                first.append("momentum" not in state)
+                if μ and first[-1]:
+                    state["momentum"] = torch.zeros_like(p)
+                momenta.append(state.get("momentum", p))
+            if not μ or not members:
+                out.append(gradients)
+            elif self.nesterov:
+                out.append(fused.lerp(momenta, gradients, 1 - μ**2))
+            else:
+                averaged = fused.averaged(momenta, gradients, weight)
+                out.append([g if new else m for m, g, new in zip(averaged, gradients, first, strict=True)])
+        return out
 
-    def _batches(
-        self, alike: Sequence[Sequence[tuple[Member, Tensor]]], grads: Mapping[str, Tensor]
-    ) -> list[ShapeBatch]:
-        stacks, sizes, types = [], [], []
-        for members in alike:
-            Ms, Gs, states, counts = [], [], [], []
-            for (p, a, state), M in members:
-                G = grads[a.name]
-                if self._sharded:
-                    M, G = whole(M, p), whole(G, p)
-                Ms.append(a.split(M))
-                Gs.append(a.split(G))
+    def _batches(self, stage: Stage, followed: Sequence[Sequence[Tensor]]) -> list[ShapeBatch]:
+        """The matrices of one shape side by side, apart from those that have their first gradient, or another owner."""
+        alike: dict[tuple[Any, ...], list[tuple[Member, Tensor]]] = {}
+        for members, Ms in zip(stage.members, followed, strict=True):
+            for member, M in zip(members, Ms, strict=True):
+                p, a, state = member
+                is_new = not self.letters or self.letters[0] not in state  # its first gradient counts in full
+                is_owned = stage.owned is None or a.name in stage.owned
+                alike.setdefault((a.sizes, p.dtype, p.device, is_new, is_owned), []).append((member, M))
+        out = []
+        for (*_, is_new, is_owned), pairs in alike.items():
+            split_Gs, split_Ms, of_shape, states, counts = [], [], [], [], []
+            for member, M in pairs:
+                _, a, state = member
+                split_Gs.append(a.split(stage.grads[a.name]))
+                split_Ms.append(a.split(M))
+                of_shape.append(member)
                 states.append(state)
                 counts.append(a.sizes[0])
-            types.append(Ms[0].dtype)
-            single = torch.promote_types(types[-1], torch.float32)
-            M, G = torch.cat(Ms).to(single), torch.cat(Gs).to(single)
-            sizes.append(torch.linalg.vector_norm(M, dim=(1, 2, 3), dtype=torch.float64).div_(M[0].numel() ** 0.5))
-            stacks.append((G, M, states, counts))
-        coarsest = max(types, key=_eps) if len(set(types)) > 1 else types[0]
-        zeros = is_rounding(torch.cat(sizes), dtype=coarsest).split([size.shape[0] for size in sizes])
-        return [ShapeBatch(*stack, zero, self._flag.value) for stack, zero in zip(stacks, zeros, strict=True)]
+            single = torch.promote_types(split_Ms[0].dtype, torch.float32)
+            G, M = torch.cat(split_Gs).to(single), torch.cat(split_Ms).to(single)
+            out.append(ShapeBatch(G, M, of_shape, states, counts, is_new, is_owned, self._flag.value))
+        return out
+
+    def _judge(
+        self, batches: Sequence[ShapeBatch], matrices: Sequence[Sequence[Member]], grads: Mapping[str, Tensor]
+    ) -> None:
+        """Which matrices are rounding beside the largest of all."""
+        each, types = [], set()
+        for members in matrices:
+            for _, a, _ in members:
+                g = grads[a.name]
+                types.add(g.dtype)
+        for batch in batches:
+            size = torch.linalg.vector_norm(batch.M, dim=(1, 2, 3), dtype=torch.float64)
+            each.append(size.div_(batch.M[0].numel() ** 0.5))
+        sizes = torch.cat(each) if each else g.new_zeros(0, dtype=torch.float64)
+        coarsest = types.pop() if len(types) == 1 else max(types, key=_eps)
+        beside = None if self._owners is None else self._owners.largest(sizes)
+        zeros = is_rounding(sizes, beside, dtype=coarsest)
+        at = 0
+        for batch, size in zip(batches, each, strict=True):
+            batch.is_zero = zeros[at : at + size.shape[0]]
+            at += size.shape[0]
 
     def _average(self, batches: Sequence[ShapeBatch], weight: Scalar) -> None:
         """Add the statistics of this gradient to their averages, all at once."""
@@ -442,21 +497,31 @@ class GradientOptimizer(torch.optim.Optimizer):
             for p, a in zip(group["params"], of_group, strict=True):
                 state = self.state[p]
                 if a.is_matrix and a.name not in grads and "S" in state:
-                    zero = state["S"].new_zeros(()).expand(a.sizes)
-                    out.append(ShapeBatch(zero, zero, [state], [a.sizes[0]], zero[:, 0, 0, 0].bool(), None))
+                    zero = state["S"].new_zeros(()).expand(state["S"].shape[0], *a.sizes[1:])
+                    out.append(ShapeBatch(zero, zero, [(p, a, state)], [state], [len(zero)], False, True, None))
         return out
 
     # Copies and checkpoints.
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made anew, and without the hooks and the wrapped ``step`` of schedulers, as in torch."""
-        made_anew = ("_flag", "_graphs")
+        made_anew = ("_flag", "_graphs", "_owners", "_ddp")
         mine = {key: value for key, value in vars(self).items() if key not in made_anew and not callable(value)}
         return {key: value for key, value in mine.items() if not key.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. Where owners keep the state of matrices, all processes call this together: see ``Owners``."""
+        out, owners = super().state_dict(), self._owners_now()
+        if owners is not None:
+            of_matrices = owners.for_checkpoint(self.state)
+            for key, a in enumerate(self.plan().assignments):
+                if a.name in of_matrices:
+                    out["state"][key] = of_matrices[a.name]
+        return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly. A state that does not fit is refused with the difference, before anything is changed."""
@@ -472,11 +537,13 @@ class GradientOptimizer(torch.optim.Optimizer):
         for key, p in zip(keys, params, strict=True):
             for what, t in state_dict["state"].get(key, {}).items():
                 self.state[p][what] = t.to(p.device, copy=True) if isinstance(t, Tensor) else t
+        if (owners := self._owners_now()) is not None:
+            owners.from_checkpoint(self.state)
 
     def _check_state(self, a: Assignment, state: Mapping[str, Any]) -> None:
         """Raise unless this is the state of such a parameter, with second moments that are not negative."""
-        letters = self.shapes(a) if a.is_matrix else {}
-        expected = ("momentum", *letters) if a.is_matrix else ("exp_avg", "exp_avg_sq")
+        shapes = self.shapes(a) if a.is_matrix else {}
+        expected = list(shapes) or ["exp_avg", "exp_avg_sq"]
         strange = [what for what in state if what not in expected and what != "step"]
         missing = [what for what in expected if what not in state and what != "momentum" and state]
         if strange or missing:
@@ -485,11 +552,11 @@ class GradientOptimizer(torch.optim.Optimizer):
                 f"this is the state of another optimizer: {a.name} {differs}, and {a.optimizer} steps it here. "
                 "Nothing was loaded"
             )
-        for what in letters if state else ():
-            t = state[what]
-            if tuple(t.shape) != letters[what]:
+        for what in [what for what in shapes if what != "momentum"] if state else ():
+            t = whole(state[what])
+            if tuple(t.shape) != shapes[what]:
                 raise ValueError(
-                    f"{what} of {a.name} in the state has the shape {list(t.shape)}, and here {list(letters[what])}. "
+                    f"{what} of {a.name} in the state has the shape {list(t.shape)}, and here {list(shapes[what])}. "
                     "Nothing was loaded"
                 )
             if what[0] not in "QP":
@@ -497,10 +564,10 @@ class GradientOptimizer(torch.optim.Optimizer):
                 check_nonnegative(a.name, {what: moments})
 
     def shapes(self, a: Assignment) -> dict[str, tuple[int, ...]]:
-        """What the state of a matrix keeps beside its momentum."""
+        """What the state of a matrix keeps."""
         n, k, o, i = a.sizes
         sides = {"S": o, "A": i, "Q": o, "P": i}
-        out: dict[str, tuple[int, ...]] = {}
+        out: dict[str, tuple[int, ...]] = {"momentum": a.shape}
         for letter in self.letters:
             d = sides.get(letter[0], 0)
             diagonal = self.largest < d

@@ -92,7 +92,8 @@ class Shampoo(GradientOptimizer):
             raise ValueError(f'Shampoo(fit=…) is "mean" or "kl", not {fit!r}')
         self.power, self.rms, self.fit, self.decay = power, rms, fit, decay
         self.every, self.early, self.largest = inverse_every, early, largest
-        self.letters = ("S", "A", "S^-p", "A^-p", *(("S^-½", "A^-½") if fit == "kl" else ()))
+        self.decomposed = ("S^-p", "A^-p", *(("S^-½", "A^-½") if fit == "kl" else ()))
+        self.letters = ("S", "A", *self.decomposed)
         super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=damping)
 
     def refreshes(self, step: int) -> bool:

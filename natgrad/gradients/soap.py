@@ -74,6 +74,7 @@ class SOAP(GradientOptimizer):
     """
 
     letters = ("S", "A", "Q", "P", "D")
+    decomposed = ("Q", "P", "D")
 
     def __init__(
         self,

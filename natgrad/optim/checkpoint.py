@@ -26,6 +26,7 @@ from natgrad.optim.update import check_numbers, common_damping, like
 from natgrad.output.losses import TermLoss, described
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.operation_layers import loaded, with_layers
+from natgrad.sharding import whole
 from natgrad.solve.cg import CGInverse
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape, constant
 
@@ -510,7 +511,7 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             if what in tensors:
                 _check_shape(f"{what} of {name}", tensors[what], tuple(params[key].shape))
         check_finite(name, tensors)
-        check_nonnegative(name, {what: t for what, t in tensors.items() if what in ("exp_avg_sq", "step")})
+        check_nonnegative(name, {what: whole(t) for what, t in tensors.items() if what in ("exp_avg_sq", "step")})
 
 
 def operator_of(

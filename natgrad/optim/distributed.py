@@ -24,6 +24,7 @@ from natgrad.accelerate.modules import active_ddp, in_join
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.linalg import Damping
 from natgrad.pullbacks.layer import Block
+from natgrad.sharding import is_sharded, owners
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator
 from natgrad.structures.layered import LayerOperator
@@ -222,7 +223,8 @@ class Group(Processes):
 
     def share(self, blocks: Sequence[Block]) -> list[int]:
         """The layers that this process inverts."""
-        return [b for b, rank in enumerate(shares(blocks, self.size)) if rank == self.rank]
+        costs = [float(c * (o**3 + i**3)) for c, o, i in (block.shape for block in blocks)]
+        return [b for b, owner in enumerate(owners(costs, self.size)) if owner == self.rank]
 
     def _exchanged(self, tensors: Tensors, note: Any) -> list[tuple[Any, dict[str, Tensor]]]:
         """The tensors of every process, with a note of its own."""
@@ -285,7 +287,7 @@ def refuse_sharded(model: nn.Module) -> None:
     kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if "FullyShardedDataParallel" in kinds:
         raise IncompatibleError(f"FullyShardedDataParallel {_SHARDED}")
-    shards = {name: p for name, p in model.named_parameters() if type(p).__name__ == "DTensor"}
+    shards = {name: p for name, p in model.named_parameters() if is_sharded(p)}
     if not shards:
         return
     name, shard = next(iter(shards.items()))
@@ -309,13 +311,3 @@ def refuse_foreign_ddp(world: Processes) -> None:
         "would estimate a metric of its own, and their parameters would differ. Wrap the model first, and give the "
         "wrapped one to the optimizer: model = DistributedDataParallel(model); opt = KFAC(model, …)"
     )
-
-
-def shares(blocks: Sequence[Block], size: int) -> list[int]:
-    """Which process inverts which layer: the largest first, each for the process with the least work so far."""
-    costs = [c * (o**3 + i**3) for c, o, i in (block.shape for block in blocks)]
-    load, owner = [0] * size, [0] * len(blocks)
-    for b in sorted(range(len(blocks)), key=lambda b: -costs[b]):
-        owner[b] = min(range(size), key=lambda rank: load[rank])
-        load[owner[b]] += costs[b]
-    return owner

@@ -1,4 +1,4 @@
-"""Two processes with shards of the parameters take the steps of one process, and its checkpoints are theirs."""
+"""Processes with parts of a model take the steps of one process, and its checkpoints are theirs."""
 
 from __future__ import annotations
 
@@ -12,48 +12,135 @@ from typing import Any
 import pytest
 import torch
 
+from natgrad.sharding import owners
 from tests.gradients import shards
 
 ROOT = Path(__file__).parents[2]
+RANKS = [(world, rank) for world in shards.LAYOUTS for rank in range(world)]
+Found = dict[tuple[int, int], dict[Any, Any]]
+
+
+def run(world: int, folder: Path) -> None:
+    """``main`` of ``shards`` in several processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gradients.shards", str(folder)]
+    with (folder / "errors.txt").open("w+") as errors:
+        ranks = [
+            subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}, stderr=errors)
+            for rank in range(world)
+        ]
+        codes = [rank.wait(timeout=400) for rank in ranks]
+        errors.seek(0)
+        assert not any(codes), errors.read()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("shards")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gradients.shards", str(where)]
-    ranks = [subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}) for rank in range(2)]
-    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    for world in shards.LAYOUTS:
+        run(world, where)
     return where
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[Any, Any]]:
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+def found(folder: Path) -> Found:
+    return {(world, rank): torch.load(folder / f"{world}.{rank}.pt") for world, rank in RANKS}
 
 
-@pytest.mark.parametrize("name", shards.MAKES)
-@pytest.mark.parametrize("layout", shards.LAYOUTS)
-def test_two_processes_take_the_steps_of_one(layout: str, name: str, found: list[dict[Any, Any]]) -> None:
-    """With accumulated and clipped gradients, unequal and empty shards, tied and frozen weights, and a stack."""
-    model = shards.build(layout, sharded=False)
-    expected = shards.train(model, shards.MAKES[name](model), range(shards.STEPS), layout, None)
+CASES = [
+    (world, layout, name) for world in shards.LAYOUTS for layout in shards.LAYOUTS[world] for name in shards.SOME[world]
+]
+RESUMED = [
+    (world, layout, name) for world, layout in ((2, "fsdp"), (4, "fsdp"), (4, "hsdp")) for name in shards.SOME[world]
+]
+
+
+@pytest.mark.parametrize(("world", "layout", "name"), CASES)
+def test_processes_take_the_steps_of_one(world: int, layout: str, name: str, found: Found) -> None:
+    """With accumulated and clipped gradients, unequal and empty shards, tied and frozen weights, and stacks."""
+    model = shards.build(layout, divided=False)
+    opt = shards.MAKES[name](model)
+    expected, metrics = shards.train(model, opt, range(shards.STEPS), layout), opt.metrics(layers=True)
     bound = 1e-3 if name == "soap" else 1e-12  # rounding chooses the basis of a null space
-    for each in found:
-        assert float((each[layout, name] - expected).norm() / expected.norm()) < bound
+    for rank in range(world):
+        assert float((found[world, rank][layout, name] - expected).norm() / expected.norm()) < bound
+        for key, told in found[world, rank]["metrics", layout, name].items():
+            if "step_rms" in key and name != "soap":
+                torch.testing.assert_close(told, metrics[key], rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize(("world", "layout", "name"), CASES)
+def test_matrices_travel_to_their_owners_and_back(world: int, layout: str, name: str, found: Found) -> None:
+    each = [found[world, rank]["measured", layout, name] for rank in range(world)]
+    models = 2 if layout == "halves" else 1
+    assert 0 < sum(one["sent"] for one in each) <= 2 * models  # of the bytes of all matrices
+    assert all(one["reduced"] <= 3 for one in each)  # numbers for every matrix
+    assert all(one["kept"] <= one["allowed"] for one in each)
+    if layout == "experts":  # of two matrices and a stack, the stack does not travel
+        assert sum(one["sent"] for one in each) == pytest.approx(156 / 300)
+    if layout != "ddp":
+        assert sum(one["kept"] for one in each) == each[0]["state"] * models  # once
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", shards.MAKES)
-def test_a_checkpoint_of_two_processes_goes_on_in_one(name: str, folder: Path, found: list[dict[Any, Any]]) -> None:
-    expected = found[0]["after", name]
-    assert float((shards.resumed(folder, name) - expected).norm() / expected.norm()) < 1e-12
+def test_a_checkpoint_of_two_processes_is_that_of_one(name: str, folder: Path, found: Found) -> None:
+    saved, after = (found[2, 0][what, name] for what in ("state", "after"))
+    model, opt = shards.resumed(folder, "fsdp", name)
+    loaded = shards.state_of(opt)
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+    went_on = shards.train(model, opt, range(shards.STEPS, shards.STEPS + shards.AFTER), "fsdp")
+    assert float((went_on - after).norm() / after.norm()) < 1e-12
 
 
-def test_what_is_not_finite_in_one_process_is_raised_by_all(found: list[dict[Any, Any]]) -> None:
-    assert "in another process" in found[0]["nan"]
-    assert "holds NaN or infinity. Nothing was changed" in found[1]["nan"]
+@pytest.mark.parametrize(("world", "layout", "name"), RESUMED)
+def test_a_checkpoint_goes_on_in_any_mesh(world: int, layout: str, name: str, found: Found) -> None:
+    """Bit for bit with as many processes; others add up gradients in another order."""
+    saved, after = (found[2, 0][what, name] for what in ("state", "after"))
+    for rank in range(world):
+        loaded, went_on = (found[world, rank][what, layout, name] for what in ("resumed", "went on"))
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+        assert float((went_on - after).norm() / after.norm()) <= (0 if world == 2 else 1e-12)
+
+
+@pytest.mark.parametrize("name", shards.MAKES)
+def test_every_process_of_ddp_has_the_whole_state(name: str, found: Found) -> None:
+    """So that one of them may write a checkpoint, which loads anywhere."""
+    model = shards.build("ddp", divided=False)
+    opt = shards.MAKES[name](model)
+    shards.train(model, opt, range(shards.STEPS), "ddp")
+    expected = shards.state_of(opt)
+    one, other = (found[2, rank]["state", "ddp", name] for rank in range(2))
+    assert one.keys() == other.keys() == expected.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    for key in one if name != "soap" else ():
+        assert float((one[key] - expected[key]).norm()) <= 1e-10 * float(expected[key].norm() + 1e-9)
+
+
+def test_owners_are_equally_busy_and_none_keeps_more_than_its_share() -> None:
+    """Largest first is at most 4/3 of the least possible (Graham 1969), which is found here by trying all."""
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        costs, sizes = torch.rand(2, 7, generator=generator, dtype=torch.float64).pow(4)
+        every = torch.cartesian_prod(*[torch.arange(3)] * 7)
+        work = torch.stack([((every == rank) * costs).sum(1) for rank in range(3)]).amax(0)
+        found = torch.tensor(owners(costs.tolist(), 3))
+        most = max(float(costs[found == rank].sum()) for rank in range(3))
+        assert most <= 4 / 3 * float(work.min()) * (1 + 1e-12)
+        kept = torch.tensor(owners(costs.tolist(), 3, sizes=sizes.tolist()))
+        share = float(sizes.sum()) / 3
+        assert all(float(sizes[kept == rank].sum()) <= 1.2 * share + float(sizes.max()) for rank in range(3))
+
+
+def test_what_fails_in_one_process_is_raised_by_the_others(folder: Path) -> None:
+    here, there = (torch.load(folder / f"2.{rank}.faults.pt") for rank in range(2))
+    assert "in another process" in here["nan"][0]
+    assert "holds NaN or infinity. Nothing was changed" in there["nan"][0]
+    assert [here["nan"][1], there["nan"][1]] == [True, True]  # nothing has moved
+    assert here["death"] < shards.TIMEOUT + 5  # of a process between its backward pass and its step

@@ -13,9 +13,6 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError
-from natgrad.model import Model
-from natgrad.optim.distributed import shares
-from natgrad.pullbacks.pullback import layers_of
 from tests.optim import ranks
 
 
@@ -100,13 +97,6 @@ def test_every_layer_is_inverted_by_one_process_only(found: list[dict[str, Any]]
     first, second = found[0]["shares"], found[1]["shares"]
     assert len(first) == len(second) == 2  # four steps, an inverse every second
     assert all(a + b == 3 and a > 0 and b > 0 for a, b in zip(first, second, strict=True))
-
-
-def test_the_largest_layers_go_to_different_processes() -> None:
-    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2), nn.Linear(2, 50), nn.Linear(50, 50), nn.Linear(50, 3))
-    owners = shares(layers_of(Model.of(model)), 2)
-    assert owners[0] != owners[3]
-    assert sorted({shares(layers_of(Model.of(model)), 8)[b] for b in range(5)}) == [0, 1, 2, 3, 4]
 
 
 def test_an_error_of_one_process_is_raised_by_all(found: list[dict[str, Any]]) -> None:

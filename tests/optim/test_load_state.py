@@ -340,9 +340,7 @@ NEGATIVE: dict[str, tuple[str, str, str, str]] = {
 def test_a_negative_second_moment_is_refused_and_nothing_is_loaded(name: str) -> None:
     """The steps would be NaN, or would ascend."""
     make, operator, key, match = NEGATIVE[name]
-    _refused(
-        MAKES[make], _poison(operator, key, -1.0), ValueError, f"{match}.* has negative entries, -1: .*earlier"
-    )
+    _refused(MAKES[make], _poison(operator, key, -1.0), ValueError, f"{match}.* has negative entries, -1: .*earlier")
 
 
 def test_negative_second_moments_of_adamw_are_refused() -> None:
