@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -121,7 +122,7 @@ def _network(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
     return (torch.tanh(t @ x[:2].reshape(1, 2)) @ x[1:]) - y
 
 
-MODELS = {
+MODELS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: _network(x, T[:, None], Y),
     "apart": lambda x: hill(T, x[0], x[1], x[2]) - Y,
     "together": lambda x: (hill(T, x[0], x[1], x[2]) - Y).cumsum(0),
