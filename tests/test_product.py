@@ -102,6 +102,10 @@ METRICS: dict[str, Cell] = {
     "GradientCovariance": Cell(
         ng.GradientCovariance(_loss), lambda y, t, s: oracle.empirical(y, t, _loss), target=True, coupled=_centred
     ),
+    "Sum": Cell(
+        0.5 * ng.Euclidean() + 2.0 * ng.Fisher(ng.Categorical(axis=-1)),
+        lambda y, t, s: 0.5 * oracle.euclidean(y) + 2 * oracle.categorical(y),
+    ),
     "Bregman": Cell(ng.Bregman(_phi), lambda y, t, s: oracle.hessian(_phi, y)),
     "Divergence": Cell(ng.Divergence(_rho), lambda y, t, s: oracle.divergence_hessian(_rho, y)),
     "LossHessian": Cell(ng.LossHessian(_loss), lambda y, t, s: oracle.loss_hessian(_loss, y, t), target=True),

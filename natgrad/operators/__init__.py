@@ -12,3 +12,4 @@ from natgrad.structures.implicit import ImplicitOperator as ImplicitOperator
 from natgrad.structures.kernel import KernelOperator as KernelOperator
 from natgrad.structures.kronecker import KroneckerOperator as KroneckerOperator
 from natgrad.structures.low_rank import LowRankOperator as LowRankOperator
+from natgrad.structures.sum import SumOperator as SumOperator

@@ -13,4 +13,5 @@ from natgrad.output.metric import Euclidean as Euclidean
 from natgrad.output.metric import Fisher as Fisher
 from natgrad.output.metric import OutputMetric as OutputMetric
 from natgrad.output.metric import Sampled as Sampled
+from natgrad.output.metric import Sum as Sum
 from natgrad.output.sobolev import Sobolev as Sobolev

@@ -18,7 +18,7 @@ from natgrad.accelerate.temporaries import TEMPORARY, at_once
 from natgrad.families.base import Family, over_terms
 from natgrad.families.categorical import Masked
 from natgrad.families.distribution import FromDistribution
-from natgrad.linalg import is_number
+from natgrad.linalg import check_positive, is_number
 from natgrad.model import Inputs, Shapes, map_tensors
 
 Reduction = Literal["sum", "mean"]
@@ -60,6 +60,14 @@ class OutputMetric(ABC):
     several terms (a sequence of tokens), the metric is the sum over the terms. ``target`` is used only by metrics made
     from the training loss, ``generator`` only by sampled metrics.
     """
+
+    def __add__(self, other: OutputMetric) -> Sum:
+        return Sum((self, other)) if isinstance(other, OutputMetric) else NotImplemented
+
+    def __mul__(self, factor: float) -> Sum:
+        return Sum((self,), (factor,))
+
+    __rmul__ = __mul__
 
     @property
     def exact(self) -> bool:
@@ -365,6 +373,107 @@ class Sampled(DerivedMetric):
         if self.base.coupling(x, n) is not None:
             raise ValueError(f"{self.base!r} couples the examples: independent samples would erase the coupling")
         return None
+
+
+@final
+@dataclass(frozen=True)
+class Sum(OutputMetric):
+    """A sum of metrics on the outputs with positive weights; ``2 * a + b`` makes it.
+
+    Args:
+        metrics: The metrics.
+        weights: A number for each; 1 by default.
+
+    Method:
+        h = Σ_i w_i h_i, the metric of Σ_i w_i L_i for losses with these metrics (Luk and Grosse 2018): a label and a
+        distance to a teacher, say. Its root is those of all side by side, so it works in every structure. For several
+        outputs with a metric each there is ``Heads``.
+
+    Example:
+        >>> (Euclidean() + 0.5 * Euclidean()).flat(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([[1.5000, 1.5000]])
+    """
+
+    metrics: tuple[OutputMetric, ...]
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.metrics or len(self.weights) not in (0, len(self.metrics)):
+            raise ValueError(f"Sum has {len(self.metrics)} metrics and {len(self.weights)} weights: give one for each")
+        for w in self.weights:
+            check_positive(w, "the factor of a metric", ": a sum of metrics has positive weights")
+        for metric in self.metrics:
+            if not isinstance(metric, OutputMetric):
+                raise TypeError(f"a sum of metrics has metrics only, got {metric!r}: ng.metric_of makes one of a loss")
+            if metric.source != "outputs" or metric.heads is not None or metric.awaits:
+                raise TypeError(
+                    f"{metric!r} cannot be added: a term is a metric of every pass on one output, such as Fisher(…), "
+                    "Euclidean(), Bregman(…). For the metric of a loss give that of its family, for several outputs "
+                    "Heads({…}, weights={…})"
+                )
+
+    def __add__(self, other: OutputMetric) -> Sum:
+        if not isinstance(other, OutputMetric):
+            return NotImplemented
+        more = other if isinstance(other, Sum) else Sum((other,))
+        return Sum((*self.metrics, *more.metrics), (*self._weights, *more._weights))
+
+    def __radd__(self, other: OutputMetric) -> Sum:
+        return Sum((other, *self.metrics), (1.0, *self._weights))
+
+    def __mul__(self, factor: float) -> Sum:
+        return replace(self, weights=tuple(factor * w for w in self._weights))
+
+    __rmul__ = __mul__
+
+    @property
+    def _weights(self) -> tuple[float, ...]:
+        return self.weights or (1.0,) * len(self.metrics)
+
+    @property
+    def exact(self) -> bool:
+        return all(metric.exact for metric in self.metrics)
+
+    @property
+    def needs_target(self) -> bool:
+        return any(metric.needs_target for metric in self.metrics)
+
+    def lacks(self, target: Any) -> bool:
+        return any(metric.lacks(target) for metric in self.metrics)
+
+    def unsampled(self) -> Sum:
+        return replace(self, metrics=tuple(metric.unsampled() for metric in self.metrics))
+
+    def unflattened(self) -> Sum:
+        return replace(self, metrics=tuple(metric.unflattened() for metric in self.metrics))
+
+    def check_everywhere(self, what: str) -> None:
+        for metric in self.metrics:
+            metric.check_everywhere(what)
+
+    def coupling(self, x: Inputs, n: int) -> Tensor | None:
+        for metric in self.metrics:
+            if metric.coupling(x, n) is not None:
+                raise ValueError(f"{metric!r} couples the examples, each its own way: add inside, Sobolev(2 * a + b)")
+        return None
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        parts = [w * metric.flat(y, u, target) for metric, w in self._terms]
+        return torch.stack(parts).sum(0)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return torch.cat([w**0.5 * metric.root(y, target, generator) for metric, w in self._terms])
+
+    def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return torch.cat([w**0.5 * metric.shared_root(y, target, generator) for metric, w in self._terms])
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        parts = [w * metric.divergence(y, y0, target) for metric, w in self._terms]
+        return torch.stack(parts).sum(0)
+
+    @property
+    def _terms(self) -> list[tuple[OutputMetric, float]]:
+        return list(zip(self.metrics, self._weights, strict=True))
 
 
 def weight(reduction: Reduction, terms: int) -> float:
