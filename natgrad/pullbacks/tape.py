@@ -257,7 +257,7 @@ class Recorder:
             return None
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the fast path of most layers
-                output = not_viewed(output) if type(module) is nn.Linear else output
+                output = not_viewed(output) if type(module).forward is nn.Linear.forward else output
                 x = _constant(args[0]) if isinstance(args[0], Tensor) else map_tensors(args[0], _constant)
                 call, half = Call((x,), {}, module.training), output.dtype is torch.float16
                 self.uses.append(Use(self._ruled(module), call, (edge_of(output),), (output.shape,), half))
