@@ -18,7 +18,7 @@ CORE := tests/test_product.py tests/test_tables.py tests/test_structures.py test
     tests/optim/test_adamw.py tests/optim/test_momentum.py tests/vi/test_laplace.py tests/fit/test_networks.py \
     tests/fit/test_least_squares.py tests/test_numbers.py \
     tests/functionspace/test_basin.py tests/functionspace/test_flatness.py tests/test_pde.py tests/test_proximal.py \
-    tests/test_docs.py
+    tests/test_docs.py tests/test_docstrings.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo lint check test cuda docs site bench wheel clean

@@ -40,15 +40,27 @@ def point(
     tol: float | None = None,
     max_steps: int = 200,
 ) -> dict[str, Tensor]:
-    """argmin_u J(u) + λρ(u, w), exactly: implicit gradient descent if ρ = ½‖u − w‖².
+    """The proximal point: the minimum of the loss plus a distance from the present parameters.
 
-    The inner solver is Newton with conjugate gradients in a trust region. It raises if the gradient does not get below
-    ``tol``, relative to 1 + its norm at w; the default is ε^⅔, 4·10⁻¹¹ in double precision.
+    Args:
+        objective: J, a function of named parameters that returns one number.
+        rho: ρ(u, w), the dissimilarity of two such parameters; ``pulled_back`` makes one of a metric.
+        w: The present parameters by name.
+        strength: λ > 0; large numbers make short steps.
+        tol: The gradient must get below it, relative to 1 + its norm at w; ε^⅔ by default, 4·10⁻¹¹ in double precision.
+        max_steps: The most Newton steps of the inner solver.
 
-    >>> J = lambda u: 0.5 * u["w"] ** 2
-    >>> ρ = lambda u, w: 0.5 * (u["w"] - w["w"]) ** 2
-    >>> point(J, ρ, {"w": torch.tensor(1.0, dtype=torch.float64)}, strength=1.0)["w"]
-    tensor(0.5000, dtype=torch.float64)
+    Returns:
+        argmin_u J(u) + λρ(u, w), by name.
+
+    Method:
+        Newton with conjugate gradients in a trust region. With ρ = ½‖u − w‖² it is implicit gradient descent.
+
+    Example:
+        >>> J = lambda u: 0.5 * u["w"] ** 2
+        >>> ρ = lambda u, w: 0.5 * (u["w"] - w["w"]) ** 2
+        >>> point(J, ρ, {"w": torch.tensor(1.0, dtype=torch.float64)}, strength=1.0)["w"]
+        tensor(0.5000, dtype=torch.float64)
     """
     _check(strength)
     fixed = {name: p.detach() for name, p in w.items()}
@@ -64,7 +76,22 @@ def linearised(
     tol: float | None = None,
     max_steps: int = 200,
 ) -> dict[str, Tensor]:
-    """argmin_u ⟨∇J(w), u⟩ + λρ(u, w): mirror descent, ∇_uρ(u, w) = −∇J(w)/λ."""
+    """The proximal step with a linear model of the loss: mirror descent.
+
+    Args:
+        objective: J, a function of named parameters that returns one number.
+        rho: ρ(u, w), the dissimilarity of two such parameters.
+        w: The present parameters by name.
+        strength: λ > 0; large numbers make short steps.
+        tol: The gradient must get below it, relative to 1 + its norm at w.
+        max_steps: The most Newton steps of the inner solver.
+
+    Returns:
+        argmin_u ⟨∇J(w), u⟩ + λρ(u, w), by name.
+
+    Method:
+        At the minimum ∇_uρ(u, w) = −∇J(w)/λ.
+    """
     _check(strength)
     fixed = {name: p.detach() for name, p in w.items()}
     ω = HessianOperator.at(objective, w).differential
@@ -79,9 +106,20 @@ def linearised(
 def quadratic(
     objective: Objective, rho: Dissimilarity, w: Params, strength: float, *, solver: Solver | None = None
 ) -> dict[str, Tensor]:
-    """w − (H + λG)⁻¹∇J(w), G = ∂²ρ/∂u² at u = w: both J and ρ to second order.
+    """The proximal step with quadratic models of the loss and of the distance.
 
-    With ρ = ½‖u − w‖² it is the damped Newton step.
+    Args:
+        objective: J, a function of named parameters that returns one number.
+        rho: ρ(u, w), the dissimilarity of two such parameters.
+        w: The present parameters by name.
+        strength: λ > 0; large numbers make short steps.
+        solver: How the sum of the Hessians is inverted; ``Cholesky()`` by default.
+
+    Returns:
+        w − (H + λG)⁻¹∇J(w) by name, with G = ∂²ρ/∂u² at u = w.
+
+    Method:
+        With ρ = ½‖u − w‖² it is the damped Newton step.
     """
     _check(strength)
     fixed = {name: p.detach() for name, p in w.items()}
@@ -91,8 +129,16 @@ def quadratic(
 
 
 def newton(objective: Objective, w: Params, *, damping: float = 0.0, solver: Solver | None = None) -> Vector:
-    """The Newton direction (H + λ)⁻¹∇J. Unlike a natural gradient it may ascend: where H is not positive, the default
-    solver raises.
+    """The direction of Newton's method, with the Hessian in place of a metric; it may ascend.
+
+    Args:
+        objective: J, a function of named parameters that returns one number.
+        w: The parameters by name.
+        damping: λ ≥ 0, added to the Hessian before it is inverted.
+        solver: How the Hessian is inverted; ``Cholesky()`` by default, which raises where it is not positive.
+
+    Returns:
+        (H + λ)⁻¹∇J, a ``Vector``.
     """
     H = HessianOperator.at(objective, w)
     return sharp(H, H.differential, solver or Cholesky(), damping)
@@ -107,9 +153,18 @@ def pulled_back(
     params: Params | None = None,
     reverse: bool = False,
 ) -> Dissimilarity:
-    """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of the parameters.
+    """The divergence of a model's outputs, as a dissimilarity of its parameters.
 
-    For Fisher it is KL(p_w‖p_u), and with ``reverse=True`` KL(p_u‖p_w), from the new outputs to the old ones.
+    Args:
+        model: A module or a pure function f(params, x).
+        x: The inputs at which the outputs are compared.
+        metric: The metric whose divergence it is, or the loss.
+        target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
+        params: The parameters to use, by name, or all that require a gradient.
+        reverse: Swap old and new outputs: for Fisher the divergence is KL(p_w‖p_u), and with True KL(p_u‖p_w).
+
+    Returns:
+        A function ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)).
     """
     metric = metric_of(metric)
     if reverse:
@@ -133,17 +188,32 @@ def trust_region(
     tol: float = 1e-8,
     max_steps: int = 200,
 ) -> dict[str, Tensor]:
-    """argmin_u J(u) subject to ρ(u, w) ≤ η, with the loss itself and not its linearisation (Grosse 2021, (6)).
+    """The minimum of the loss itself within a given divergence from the present parameters.
 
-    It is the proximal point whose multiplier λ puts ρ onto the boundary, to the relative precision ``tol``, or the
-    minimum of J where that lies inside. λ is found by regula falsi in logarithms: ρ at the proximal point falls where λ
-    rises. Where J is not convex, ρ may jump over the boundary; the result is then the proximal point inside.
+    Args:
+        objective: J, a function of named parameters that returns one number.
+        rho: ρ(u, w), the dissimilarity of two such parameters.
+        w: The present parameters by name.
+        radius: η, the largest ρ.
+        tol: The relative precision to which ρ reaches the radius.
+        max_steps: The most Newton steps of the inner solver.
 
-    >>> J = lambda u: (u["w"] - torch.tensor([3.0, 4.0])).square().sum()
-    >>> ρ = lambda u, w: 0.5 * (u["w"] - w["w"]).square().sum()
-    >>> w = {"w": torch.zeros(2, dtype=torch.float64)}
-    >>> trust_region(J, ρ, w, radius=0.5)["w"]  # the unit disk
-    tensor([0.6000, 0.8000], dtype=torch.float64)
+    Returns:
+        argmin_u J(u) subject to ρ(u, w) ≤ η (Grosse 2021, (6)), by name.
+
+    Method:
+        It is the proximal point whose multiplier λ puts ρ onto the boundary, to the relative precision ``tol``, or the
+        minimum of J where that lies inside. λ is found by regula falsi in logarithms: ρ at the proximal point falls
+        where λ rises.
+
+        Where J is not convex, ρ may jump over the boundary; the result is then the proximal point inside.
+
+    Example:
+        >>> J = lambda u: (u["w"] - torch.tensor([3.0, 4.0])).square().sum()
+        >>> ρ = lambda u, w: 0.5 * (u["w"] - w["w"]).square().sum()
+        >>> w = {"w": torch.zeros(2, dtype=torch.float64)}
+        >>> trust_region(J, ρ, w, radius=0.5)["w"]  # the unit disk
+        tensor([0.6000, 0.8000], dtype=torch.float64)
     """
     if not radius > 0:
         raise ValueError(f"the radius η of the region must be positive, got {radius}")
@@ -184,7 +254,20 @@ def trust_region(
 
 
 def minimise(objective: Objective, start: Params, *, tol: float | None, max_steps: int) -> dict[str, Tensor]:
-    """A local minimum by Newton steps in a trust region, each by truncated conjugate gradients (Steihaug 1983)."""
+    """A local minimum of a function of named parameters, by Newton steps in a trust region.
+
+    Args:
+        objective: J, a function of named parameters that returns one number.
+        start: The parameters to start from, by name.
+        tol: The gradient must get below it, relative to 1 + its norm at the start; ε^⅔ by default.
+        max_steps: The most Newton steps.
+
+    Returns:
+        The parameters at the minimum, by name.
+
+    Method:
+        Each step by truncated conjugate gradients (Steihaug 1983).
+    """
     like = {name: p.detach() for name, p in start.items()}
     x = torch.cat([p.reshape(-1) for p in like.values()])
     ε = torch.finfo(x.dtype).eps

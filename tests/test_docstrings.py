@@ -22,8 +22,11 @@ def public() -> dict[str, Any]:
     for name in Path(__file__).with_name("public_names.txt").read_text(encoding="utf-8").split():
         module, _, attribute = name.rpartition(".")
         thing = getattr(importlib.import_module(module), attribute)
-        if inspect.isclass(thing) or inspect.isroutine(thing):
-            found.setdefault(id(thing), (name, thing))
+        inside = vars(thing).items() if inspect.ismodule(thing) else ()
+        own = [(f"{name}.{each}", one) for each, one in inside if getattr(one, "__module__", "") == thing.__name__]
+        for label, one in [(name, thing), *own]:
+            if (inspect.isclass(one) or inspect.isroutine(one)) and not one.__name__.startswith("_"):
+                found.setdefault(id(one), (label, one))
     return dict(found.values())
 
 

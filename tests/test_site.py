@@ -91,14 +91,21 @@ GUIDES = [
     "pde",
     "pde_operators",
 ]
-GUIDES += ["wavefunctions", "families", "vi", "invariance", "sobolev", "idea", "powers", "charts", "functionspace"]
+GUIDES += [
+    "constraints",
+    "wavefunctions",
+    "families",
+    "vi",
+    "invariance",
+    "sobolev",
+    "idea",
+    "powers",
+    "charts",
+    "functionspace",
+]
 PAGES = [ROOT / "docs" / f"{name}.md" for name in START]
+PAGES += [ROOT / "docs" / f"{name}.md" for name in GUIDES]
 PAGES += sorted(page for folder in ("loops", "coming_from") for page in (ROOT / "docs" / folder).glob("*.md"))
-
-
-@pytest.mark.parametrize("name", GUIDES)
-def test_a_guide_is_read_in_ten_minutes(name: str) -> None:
-    assert len((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split()) < 1800, "records belong to Evidence"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

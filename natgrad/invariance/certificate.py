@@ -159,7 +159,9 @@ def certify(
         Along a nonlinear ``map`` only infinitesimal steps of the natural gradient agree (van Oostrum, Müller and Ay
         2023, section 4). If the steps differ, the runs are repeated with the learning rate halved four times, and
         ``order`` is the exponent of lr in the difference: 2 for an undamped natural gradient, 3 with its
-        ``GeodesicCorrected``, 1 for gradients. Both networks are opaque functions of their parameters, without layers.
+        ``GeodesicCorrected``, 1 for gradients.
+
+        Both networks are then opaque functions of their parameters, without layers.
 
     Example:
         >>> import torch, natgrad as ng
