@@ -193,7 +193,7 @@ LINES: dict[str, int] = {
     "families": 2104,
     "fit": 2234,
     "gradients": 1241,
-    "functionspace": 1271,
+    "functionspace": 1284,
     "integrations": 76,
     "invariance": 598,
     "kernels": 558,

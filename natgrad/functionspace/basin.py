@@ -1,4 +1,4 @@
-"""The volume of a basin to second order, for networks: from the spectrum of the metric, by the Lanczos process."""
+"""The volume of a basin to second order, for networks: from the spectrum of the metric."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.errors import MemoryBoundError
 from natgrad.lanczos import SpectralDensity, spectral_density
 from natgrad.linalg import is_number
 from natgrad.model import Inputs, Model
 from natgrad.output.losses import Criterion
 from natgrad.output.metric import OutputMetric
-from natgrad.pullbacks.pullback import pullback
+from natgrad.pullbacks.pullback import LoaderPullback, Pullback, pullback
 from natgrad.show import as_html
+from natgrad.structures.kernel import Kernel
+
+_LARGEST = 4096  # rows of a Gram matrix whose eigenvalues are computed
 
 
 @final
@@ -107,6 +111,10 @@ def basin_volume(
         number is the log of the share of the ball of radius about σ√P on which L stays below about ε: the Occam factor
         of MacKay (1992), with the ball as prior.
 
+        With at most 4096 rows (examples times outputs, N·K) all eigenvalues come from the Gram matrix RRᵀ of the rows,
+        which has those of G that are not zero: nothing is estimated, and the errors are 0. Above, or where that does
+        not fit into memory, they come from products with G, by the Lanczos process.
+
         To second order a quantity without units knows nothing but the rank: in the metric G itself the basin of ½δᵀGδ
         is a ball of radius √2ε, of that dimension, at every minimum.
 
@@ -121,7 +129,7 @@ def basin_volume(
         if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r} must be a positive, finite number")
     pb = pullback(model, x, metric, target, generator, params=params, output=output, memory=memory)
-    density = spectral_density(pb, probes=probes, steps=steps, generator=generator)
+    density = _of_rows(pb) or spectral_density(pb, probes=probes, steps=steps, generator=generator)
     ratio = scale**2 / epsilon
     positive = density.rounding  # below, eigenvalues are noise of either sign
 
@@ -141,4 +149,19 @@ def basin_volume(
         sharpness=density.largest,
         rank_bounds=density.bounds_above(positive),
         density=density,
+    )
+
+
+def _of_rows(pb: Pullback | LoaderPullback) -> SpectralDensity | None:
+    """All eigenvalues, from the Gram matrix of the rows; None where there are too many of them."""
+    if isinstance(pb, LoaderPullback) or pb.columns * pb.n > _LARGEST:
+        return None
+    try:
+        G = Kernel().estimate(pb)
+    except MemoryBoundError:
+        return None
+    values = G.eigenvalues()
+    zeros = G.layout.size - len(values)
+    return SpectralDensity(
+        G.layout.size, values[None], torch.ones_like(values)[None], len(values), zeros, G.layout.dtype, True
     )

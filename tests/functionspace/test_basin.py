@@ -19,9 +19,24 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-@pytest.mark.parametrize(("n", "epsilon", "scale"), [(10, 0.1, 1.0), (10, 1e-4, 0.3), (60, 0.01, 2.0)])
-def test_the_log_volume_is_the_determinant_within_its_error(n: int, epsilon: float, scale: float) -> None:
+@pytest.mark.parametrize(("n", "epsilon", "scale"), [(10, 0.1, 1.0), (10, 1e-4, 0.3), (60, 0.01, 2.0), (400, 0.1, 1.0)])
+def test_with_few_rows_the_numbers_are_those_of_the_dense_matrix(n: int, epsilon: float, scale: float) -> None:
+    """From RRᵀ of 2n rows, fewer and more than the 78 parameters; no probes are drawn."""
     model, x = network(), normal(n, 3)
+    G = oracle.dense(oracle.module_jacobian(model, x), oracle.categorical(model(x)))
+    values = torch.linalg.eigvalsh(G)
+    found = basin_volume(model, x, epsilon, ng.Fisher(ng.Categorical()), scale=scale, steps=5)
+    logdet = torch.linalg.slogdet(torch.eye(len(G), dtype=torch.float64) + scale**2 / epsilon * G).logabsdet
+    assert found.log_volume == pytest.approx(-0.5 * float(logdet), rel=1e-10)
+    assert found.effective_dimension == pytest.approx(float((values / (values + epsilon / scale**2)).sum()), rel=1e-10)
+    assert found.trace == pytest.approx(float(values.sum()), rel=1e-10)
+    assert found.sharpness == pytest.approx(float(values[-1]), rel=1e-10)
+    assert (found.error, found.effective_dimension_error, found.trace_error) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("epsilon", "scale"), [(0.1, 1.0), (0.01, 2.0)])
+def test_the_log_volume_is_the_determinant_within_its_error(epsilon: float, scale: float) -> None:
+    model, x = network(), normal(2049, 3)  # one example too many for the Gram matrix
     G = oracle.dense(oracle.module_jacobian(model, x), oracle.categorical(model(x)))
     values = torch.linalg.eigvalsh(G)
     exact = -0.5 * torch.linalg.slogdet(torch.eye(len(G), dtype=torch.float64) + scale**2 / epsilon * G).logabsdet
@@ -32,7 +47,7 @@ def test_the_log_volume_is_the_determinant_within_its_error(n: int, epsilon: flo
         ng.Fisher(ng.Categorical()),
         scale=scale,
         probes=32,
-        steps=18,  # of 20 rows, or of 78 parameters
+        steps=18,  # of 78 parameters
         generator=torch.Generator().manual_seed(0),
     )
     assert abs(found.log_volume - float(exact)) < 4 * found.error
