@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.pullbacks import Factors
+from natgrad.pullbacks import ExampleGrads
 from tests import oracle, zoo
 from tests.zoo import opaque as opaque
 
@@ -72,7 +72,7 @@ def without_rules(pb: ng.Pullback) -> ng.Pullback:
     return replace(pb, layers=[layer.without_rule() for layer in pb.layers])
 
 
-def rows(pb: ng.Pullback, factors: Iterable[Factors] | None = None) -> Tensor:
+def rows(pb: ng.Pullback, factors: Iterable[ExampleGrads] | None = None) -> Tensor:
     """R[k n p] in flattening order, from the factors of all blocks."""
     kept = list(pb.collect() if factors is None else factors)
     out = torch.full((*kept[0].g.shape[:2], pb.model.size), torch.nan, dtype=torch.float64)

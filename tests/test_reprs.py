@@ -81,7 +81,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
         model(), DataLoader(TensorDataset(X), batch_size=10), ng.Fisher(ng.Categorical())
     ),
     "Block": lambda: pulled().layers[0],
-    "Factors": lambda: next(iter(pulled().factors()))[0],
+    "ExampleGrads": lambda: next(iter(pulled().factors()))[0],
     "DenseOperator": lambda: ng.Dense().estimate(pulled()),
     "BlockDenseOperator": lambda: ng.BlockDense().estimate(pulled()),
     "DiagonalOperator": lambda: ng.Diagonal().estimate(pulled()),

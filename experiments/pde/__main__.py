@@ -197,7 +197,7 @@ def report(results: Path) -> str:
 
 
 def folders(results: Path) -> list[Path]:
-    """Those of the problems that have logs."""
+    """The folders of the problems that have logs."""
     return sorted(path for path in results.iterdir() if path.is_dir() and path.name in PROBLEMS)
 
 

@@ -33,7 +33,7 @@ _ROUNDING = 16  # times the precision and the largest column of FQ: τ
 _TOLERANCE = 1e-4  # for ‖XᵀX − 1‖_F/√d, as it is measured
 
 
-def followed_all(
+def iterate_bases(
     factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation = "auto", sort: bool = True
 ) -> tuple[list[Tensor], Tensor | None]:
     """The Q of FQ for factors F and orthogonal Q [c d d] of many sizes, its columns sorted by qᵀFq, the largest first.
@@ -46,7 +46,7 @@ def followed_all(
     alone is idle.
 
     >>> F = torch.diag_embed(torch.tensor([[1.0, 4.0]]))
-    >>> followed_all([F], [torch.eye(2)[None]], "cholesky")
+    >>> iterate_bases([F], [torch.eye(2)[None]], "cholesky")
     ([tensor([[[0., 1.],
              [1., 0.]]])], tensor(0.))
     """
@@ -57,7 +57,7 @@ def followed_all(
         chunks = _filled(by_size, [sum(factors[at].nbytes for at in batch) for batch in by_size])
     for batches in chunks:
         sides = (([stacked([side[at] for at in batch]) for batch in batches]) for side in (factors, bases))
-        news, failed = _followed_together(next(sides), next(sides), method, sort)
+        news, failed = _iterate_together(next(sides), next(sides), method, sort)
         failures += [] if failed is None else [failed]
         for batch, new in zip(batches, news, strict=True):
             for at, q in zip(batch, new.split([len(factors[at]) for at in batch]), strict=True):
@@ -83,10 +83,10 @@ def _by_cholesky(like: Tensor, method: Factorisation) -> bool:
 
 
 @torch.no_grad()
-def _followed_together(
+def _iterate_together(
     factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation, sort: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """``followed_all`` of stacks F and Q of several sizes."""
+    """``iterate_bases`` of stacks F and Q of several sizes."""
     out: list[Tensor] = []
     failures: list[Tensor] = []
     with products_in("single", bases[0].device) as product:

@@ -694,7 +694,7 @@ class BatchedInverse:
             self._rows[shapes] = rows_of(diagonals)
         return self._rows[shapes]
 
-    def inherit(self, other: BatchedInverse) -> None:
+    def adopt_failures(self, other: BatchedInverse) -> None:
         """Take over the failures of the inverses that these were copied from."""
         self.failures = list(other.failures)
 

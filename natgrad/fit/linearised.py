@@ -151,7 +151,7 @@ class Linearised:
         return _scaled(self.QR, self.D, self.free)
 
     def of(self, rows: Tensor) -> Linearised:
-        """Those of some of the fits."""
+        """The linear models of some of the fits."""
 
         def some(value: Any) -> Any:
             if isinstance(value, TriangularLeastSquares):

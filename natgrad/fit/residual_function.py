@@ -98,7 +98,7 @@ class FlatUnknowns:
         return sum(self.sizes.values()) if self.free is None else len(self.free)
 
     def of(self, rows: Tensor) -> FlatUnknowns:
-        """Those of some of the fits."""
+        """The unknowns of some of the fits."""
         some = copy.copy(self)
         some.start = self.start[rows]
         return some

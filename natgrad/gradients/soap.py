@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.bases import followed_all
+from natgrad.accelerate.bases import iterate_bases
 from natgrad.accelerate.roots import spectrum
 from natgrad.gradients.optimizer import (
     GradientOptimizer,
@@ -147,7 +147,7 @@ class SOAP(GradientOptimizer):
                 old[number] = torch.take_along_dim(q, order[:, None], 2)
                 along = order[:, None, :, None] if side == 0 else order[:, None, None, :]
                 scales[at] = torch.take_along_dim(scales[at], along, 2 + side)
-        new, _ = followed_all(factors, old, sort=self.moments == "carried")
+        new, _ = iterate_bases(factors, old, sort=self.moments == "carried")
         for (at, side), q in zip(sides, new, strict=True):
             batches[at].put("QP"[side], q)
         for batch, basis, D in zip(batches, before, scales, strict=True):

@@ -96,7 +96,7 @@ def compare(
         damping: λ ≥ 0, added to the metric before it is inverted; ``Relative(ε)`` scales it with the metric.
         target: What a batch holds besides the inputs and the metric needs, such as labels or a mask.
         params: The parameters of ``model``, where it is a pure function.
-        other_params: Those of ``other``.
+        other_params: The parameters of ``other``, where it is a pure function.
         output: A function that picks the outputs of interest out of what the model returns, such as ``lambda out:
             out.logits``.
         other_output: The same for ``other``.

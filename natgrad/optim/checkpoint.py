@@ -282,13 +282,13 @@ def restore(
     check_finite("the metric", state.operator)
     check_finite("the inverse of the metric", state.inverse)
     left, table = frozenset(state.left), tracker.parameters
-    if not left <= table.optional:
-        names = ", ".join(sorted(left - table.optional))
+    if not left <= table.ruleless_fallback:
+        names = ", ".join(sorted(left - table.ruleless_fallback))
         raise ValueError(
             f"this is the state of another optimizer: AdamW steps {names}, which no layer rule covered, and here it "
             f'has a metric. Give fallback="adamw". {_NOTHING}'
         )
-    observer = tracker.observer if left == table.ruleless else tracker.declared.without(left)
+    observer = tracker.observer if left == table.ruleless else tracker.initial_observer.without(left)
     model, solver = observer.model, preconditioner.solver
     if "guess" in state.inverse:  # what an iterative solver starts from is over all parameters
         _check_shape("guess of the inverse of the metric", state.inverse["guess"], (model.size,))
@@ -350,7 +350,7 @@ def restore(
 
 def _signature(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
     """What must be the same for a state to mean the same. How many samples estimate the metric does not matter."""
-    observer = tracker.declared
+    observer = tracker.initial_observer
     declared = observer.cache.operations.declared(observer.blocks)  # whatever operations have shown since
     return {
         "metric": in_words(tracker.metric.unsampled()),
@@ -404,7 +404,7 @@ def _abbreviated(words: ast.expr, kinds: Mapping[str, Any]) -> str:
 
 
 def _solver(preconditioner: Preconditioner, power: float) -> str:
-    """In words, with the power of the metric that it inverts."""
+    """The solver in words, with the power of the metric that it inverts."""
     power *= preconditioner.power_share
     return in_words(preconditioner.solver) + ("" if power == 1 else f" at the power {power:g}")
 
@@ -441,7 +441,7 @@ def check_signature(whose: str, state: Mapping[str, Any], signature: Mapping[str
 
 
 def _difference(what: str, saved: Any, mine: Any) -> str:
-    """In words, and of many names only those that differ."""
+    """The difference in words; of many names only those that differ."""
     if not isinstance(saved, dict) or not isinstance(mine, dict):
         return f"its {what} is {saved}, here it is {mine}"
     names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]

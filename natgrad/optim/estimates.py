@@ -150,7 +150,7 @@ class MetricTracker:
         self.schedule, self.structure, self.world = schedule, schedule.structure, world
         self.parameters, self.device = parameters, observer.model.example.device
         self.metric, self.generator = observer.metric, generator
-        self.declared = self.observer = observer  # ``declared``: before parameters are left out
+        self.initial_observer = self.observer = observer  # ``initial_observer``: before parameters are left out
         self.average: Operator | None = constant(self.structure, observer.model)
         self.constant = self.average is not None  # nothing is estimated, and no pass is looked at
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
@@ -229,7 +229,7 @@ class MetricTracker:
 
     def hold(self, estimate: Operator, n: int) -> None:
         """Average an estimate with the other ones of this step, in ``fresh``."""
-        # Those of the first step are checked on a GPU, too: there is no average that they could be kept out of.
+        # The first ones are checked on a GPU, too: there is no average that they could be kept out of.
         estimate = estimate.finite(wait=self.average is None) if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, n / (self._examples + n))
         self._examples += n
@@ -310,7 +310,7 @@ class MetricTracker:
     @property
     def undecided(self) -> frozenset[str]:
         """The parameters that are left out if this pass shows no layer rule for them: an average keeps its layers."""
-        return frozenset() if self.averaged else self.parameters.optional - self.parameters.ruleless
+        return frozenset() if self.averaged else self.parameters.ruleless_fallback - self.parameters.ruleless
 
     def leave(self, reasons: Mapping[str, str]) -> None:
         """Go on without these parameters, which no layer rule covers, for these reasons."""
@@ -365,8 +365,8 @@ class MetricTracker:
 
     def _mean(self, estimate: Operator, n: int) -> Operator:
         """The mean of the estimates of all processes, which must be of the same parameters."""
-        if self.world.size > 1 and self.average is None and self.parameters.optional:
-            names, left = list(self.declared.model.params), self.parameters.ruleless
+        if self.world.size > 1 and self.average is None and self.parameters.ruleless_fallback:
+            names, left = list(self.initial_observer.model.params), self.parameters.ruleless
             flags = torch.tensor([float(name in left) for name in names], device=self.device)
             shares = zip(names, self.world.mean_of([flags], 1)[0].tolist(), strict=True)
             if unlike := [name for name, share in shares if 0 < share < 1]:
@@ -505,7 +505,7 @@ class Source(ABC):
         raise IncompatibleError(NO_OUTPUTS.format(repr(self.tracker.metric)))
 
     @property
-    def awaits_backward(self) -> bool:
+    def has_pending_pass(self) -> bool:
         """Whether a pass of this step waits for the user's backward pass, or that has come."""
         return False
 
@@ -580,7 +580,7 @@ class PassSource(Source):
     ) -> None:
         super().__init__(tracker, watchers)
         self._model_state, self._queried = model_state, queried
-        self._by_refresh = tracker.metric.needs_target and not tracker.metric.awaits  # no pass is looked at
+        self._by_refresh = tracker.metric.needs_target and not tracker.metric.pending_loss  # no pass is looked at
         self._refreshed = self._suspended = False  # passes are ignored: until the next step; until it ends
         # Of this step, or of the last one until there is another pass; the last pass alone if no rule asks about them.
         self._passes: list[tuple[Batch, OutputMetric]] = []
@@ -943,7 +943,7 @@ class BackwardSource(PassSource):
         node.register_prehook(lambda cotangents: hook(cotangents[number]))
 
     @property
-    def awaits_backward(self) -> bool:
+    def has_pending_pass(self) -> bool:
         return bool(self._estimates)
 
     def collect(self, ω: Covector, without: Names, grads: Tensors) -> None:
@@ -1055,7 +1055,7 @@ class OutputSource(PassSource):
         tracker = self.tracker
         check_inputs(tracker.model, x)
         tracker.metric.check_target(target)
-        if target is None and tracker.metric.awaits:
+        if target is None and tracker.metric.pending_loss:
             tracker.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
         if not tracker.structure.one_pass:
             tracker.model.check_separable()
@@ -1091,9 +1091,9 @@ class OutputSource(PassSource):
         return BatchQueries(passes, tracker.world.mean_of)
 
     def take(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> Any:
-        waits, changed = self._waits(batch, tape, raw, of_user)
+        defers, changed = self._defers(batch, tape, raw, of_user)
         self.show(raw if changed is None else changed, of_user)
-        if not waits:
+        if not defers:
             self.estimate(batch, tape)
         return changed
 
@@ -1105,14 +1105,14 @@ class OutputSource(PassSource):
 
     def missing(self) -> str:
         metric = self.tracker.metric
-        if awaited := metric.awaited:
-            return NEEDS_CALL.format(", ".join(map(repr, awaited)))
+        if losses := metric.pending_losses:
+            return NEEDS_CALL.format(", ".join(map(repr, losses)))
         if metric.needs_target:
             return NEEDS_TARGET
         return NO_COTANGENT if self._pending or self._dropped else NOTHING_SEEN
 
     @property
-    def awaits_backward(self) -> bool:
+    def has_pending_pass(self) -> bool:
         return bool(self._pending)
 
     def discard(self) -> None:
@@ -1121,14 +1121,14 @@ class OutputSource(PassSource):
             pending.forget()
         self._pending, self._dropped = (), False
 
-    def _waits(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> tuple[bool, Any]:
+    def _defers(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> tuple[bool, Any]:
         """Wait with this pass for the cotangent of the user's loss at its outputs, if the metric asks for it.
 
         The cotangents of several heads come one after the other, and the graph below the first is freed before the
         last: there the user gets what the pass returned with heads whose cotangents come together, the second result.
         """
         tracker = self.tracker
-        if not tracker.metric.awaits:
+        if not tracker.metric.pending_loss:
             return False, None
         outputs, everything = tracker.model.returned(raw), returned_tensors(raw)
         visible = of_user and all(y.requires_grad and any(t is y for t in everything) for y in outputs)
@@ -1212,7 +1212,7 @@ class OutputSource(PassSource):
     def loss_called(self, y: Tensor, target: Any, *, trains: bool) -> None:
         """The user's loss is called on these outputs, or on a view of them: their pass has these targets.
 
-        Those of a call that does not train, as for a log, are taken only if there are no others.
+        The targets of a call that does not train, as for a log, are taken only if there are no others.
         """
         for at, pending in enumerate(self._pending):
             for head, mine in enumerate(pending.outputs):
@@ -1274,5 +1274,5 @@ def attach(source: PassSource, owner: object) -> None:
     """
     attach_hook(source.watched, ForwardHook(source), owner)
     if isinstance(source, OutputSource):
-        for awaited in source.tracker.metric.awaited:
-            attach_hook(awaited, LossHook(source), owner)
+        for loss in source.tracker.metric.pending_losses:
+            attach_hook(loss, LossHook(source), owner)

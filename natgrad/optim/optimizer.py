@@ -211,7 +211,7 @@ class NaturalGradient(torch.optim.Optimizer):
         whole = Model.of(model, output=output, examples=examples, heads=metric.heads, mixed=of_gradients)
         wrapping = unwrapped(model)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
-        given, by_adamw, backed = without_metric(
+        given, by_adamw, backups = without_metric(
             whole,
             complete(whole, groups),
             fallback == "adamw",
@@ -251,7 +251,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.rule, self.momentum_on, self.nesterov = step, momentum_on, nesterov
         queried = not isinstance(step, PlainRule)
         ruled = not of_gradients and schedule.structure.uncovered() is not None  # rules matter
-        self.parameters = ParameterTable(whole.params, by_adamw=by_adamw, backed=backed, ruled=ruled)
+        self.parameters = ParameterTable(whole.params, by_adamw=by_adamw, backups=backups, ruled=ruled)
         self.tracker = MetricTracker(observer, schedule, generator=generator, world=world, parameters=self.parameters)
         # A metric of gradients sees no forward pass.
         state = ModelState(whole, self.tracker.module, [] if of_gradients else blocks)
@@ -630,7 +630,7 @@ class NaturalGradient(torch.optim.Optimizer):
             acceleration=lambda δ: -update.zero_idle(inverse.sharp_cold(self.source.batch_queries.christoffel(δ))),
             queries=lambda: self.source.batch_queries,
             loss_at=loss_at,
-            at_rest=update.zero_idle,
+            zero_idle=update.zero_idle,
         )
         refuse_two_momenta(rule, self.param_groups)  # a group may have changed
         step = rule.take(context)
@@ -696,8 +696,8 @@ class NaturalGradient(torch.optim.Optimizer):
         if not new or not (named := [name for name in new if bool(ω[name].any())]):
             return
         self._logged.update((name, _OUTSIDE) for name in named)
-        taken = [name for name in named if name in self.parameters.backed]
-        left = [name for name in named if name not in self.parameters.backed]
+        taken = [name for name in named if name in self.parameters.backups]
+        left = [name for name in named if name not in self.parameters.backups]
         ends = [f"AdamW steps {', '.join(taken)}"] if taken else []
         ends += [f"{', '.join(left)} {_LEFT}"] if left else []
         message = _OUTSIDE.format(len(named), len(self._params), "; ".join(ends))
@@ -759,7 +759,7 @@ class NaturalGradient(torch.optim.Optimizer):
         Before it loads a state, it calls ``step`` once with zero gradients and zero learning rates, so that the
         optimizer creates the tensors to load into. There was no forward pass, and there is nothing to estimate.
         """
-        began = self.state or self.tracker.has_estimate or self.source.awaits_backward
+        began = self.state or self.tracker.has_estimate or self.source.has_pending_pass
         if began or any(float(group["lr"]) for group in self.param_groups):
             return False
         grads = [p.grad for p in self._params.values() if p.grad is not None]

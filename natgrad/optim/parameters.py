@@ -29,10 +29,10 @@ class ParameterStatus(Enum):
 class ParameterTable:
     """The status of every parameter, by name, and the sets of names that a step asks for.
 
-    ``by_adamw``: those that AdamW steps from the beginning. ``backed``: those that it steps if the metric does not see
+    ``by_adamw``: those that AdamW steps from the beginning. ``backups``: those that it steps if the metric does not see
     them, and, where a metric needs layer rules (``ruled``), if no rule covers them.
 
-    >>> table = ParameterTable(["weight", "gain"], by_adamw=["gain"], backed=["weight"], ruled=True)
+    >>> table = ParameterTable(["weight", "gain"], by_adamw=["gain"], backups=["weight"], ruled=True)
     >>> table.put(ParameterStatus.OUTSIDE, ["weight"])
     >>> sorted(table.adamw), sorted(table.unseen)
     (['gain', 'weight'], ['weight'])
@@ -41,9 +41,9 @@ class ParameterTable:
     'METRIC'
     """
 
-    def __init__(self, names: Iterable[str], *, by_adamw: Iterable[str], backed: Iterable[str], ruled: bool) -> None:
-        self.backed, self._by_adamw = frozenset(backed), frozenset(by_adamw)
-        self.optional = self.backed if ruled else frozenset()
+    def __init__(self, names: Iterable[str], *, by_adamw: Iterable[str], backups: Iterable[str], ruled: bool) -> None:
+        self.backups, self._by_adamw = frozenset(backups), frozenset(by_adamw)
+        self.ruleless_fallback = self.backups if ruled else frozenset()
         self.status = dict.fromkeys(names, ParameterStatus.METRIC)
         self.reset({})
 
@@ -77,7 +77,7 @@ class ParameterTable:
         self.pending, self.outside = names[ParameterStatus.PENDING], names[ParameterStatus.OUTSIDE]
         self.unseen = names[ParameterStatus.UNSEEN] | self.pending | self.outside
         self.without_metric = names[ParameterStatus.ADAMW] | self.ruleless  # they are not in its model
-        self.adamw = self.without_metric | (self.outside & self.backed)
+        self.adamw = self.without_metric | (self.outside & self.backups)
 
 
 # What AdamW steps from the beginning.
@@ -98,7 +98,7 @@ def without_metric(
     """
     embeddings, kernels = _embeddings(model), _kernels(model)
     names = {id(p): name for name, p in model.params.items()}
-    chosen, backed, vectors = set[str](), set[str](), set[str]()
+    chosen, backups, vectors = set[str](), set[str](), set[str]()
     plain: list[dict[str, Any]] = []
     for group in groups:
         all_of_it = "fallback" in group
@@ -114,7 +114,7 @@ def without_metric(
                     '"fallback": None takes it for a kernel',
                     ", ".join(names[id(p)] for p in stacks),
                 )
-            backed |= {names[id(p)] for p in group["params"]}
+            backups |= {names[id(p)] for p in group["params"]}
             chosen |= {names[id(p)] for p in group["params"] if all_of_it or id(p) in no_matrix}
             vectors |= {names[id(p)] for p in group["params"] if polar and p.ndim > 1 and p.numel() and _is_vector(p)}
         plain.append({key: value for key, value in group.items() if key != "fallback"})
@@ -125,7 +125,7 @@ def without_metric(
             'fallback="adamw" leaves no parameter for the metric: use torch.optim.AdamW, or give groups with '
             '"fallback": None'
         )
-    return plain, frozenset(chosen), frozenset(backed - chosen)
+    return plain, frozenset(chosen), frozenset(backups - chosen)
 
 
 def _check_group(fallback: object) -> None:

@@ -287,7 +287,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     if ruled and unseen:
         lines.append(f"the outputs do not depend on {', '.join(n for n in tracker.model.params if n in unseen)}")
     uncovered = [name for name in result.uncovered if name not in unseen]
-    optional = [name for name in uncovered if fresh and name in tracker.parameters.optional]
+    optional = [name for name in uncovered if fresh and name in tracker.parameters.ruleless_fallback]
     if optional:
         end = "strict=True refuses them" if isinstance(structure, Layered) and structure.strict else "AdamW steps them"
         names = ", ".join(optional)
@@ -408,7 +408,7 @@ class Diagnostics:
     __repr__, _repr_html_ = brief, as_html
 
     def numbers(self) -> dict[str, float]:
-        """Those of every layer, by its first parameter, as ``opt.metrics(layers=True)`` has them."""
+        """Conditions and steps of every layer, by its first parameter, as ``opt.metrics(layers=True)`` has them."""
         out: dict[str, float] = {}
         for layer in self.layers:
             of = {f"cond_{key}": side.condition for key, side in layer.factors.items()}

@@ -91,13 +91,13 @@ class Heads(OutputMetric):
         return any(metric.leaves_out for metric in self.metrics.values())
 
     @property
-    def awaits(self) -> bool:
+    def pending_loss(self) -> bool:
         """The cotangents tell which heads a pass trains; tasks may take turns."""
         return True
 
     @property
-    def awaited(self) -> tuple[nn.Module, ...]:
-        return tuple({id(m): m for metric in self.metrics.values() for m in metric.awaited}.values())
+    def pending_losses(self) -> tuple[nn.Module, ...]:
+        return tuple({id(m): m for metric in self.metrics.values() for m in metric.pending_losses}.values())
 
     def lacks(self, target: Any) -> bool:
         pairs = zip(self.metrics.values(), self.targets(target), strict=True)

@@ -170,7 +170,7 @@ class TermLoss(OutputMetric):
         return self.reduction == "sum" and not self.summed
 
     @property
-    def awaits(self) -> nn.Module | bool:
+    def pending_loss(self) -> nn.Module | bool:
         return self.needs_target and self.is_user_module and self.loss
 
     @property
@@ -255,9 +255,9 @@ class ClassLoss(TermLoss):
         return getattr(self.loss, "weight", None) is not None
 
     @property
-    def awaits(self) -> nn.Module | bool:
+    def pending_loss(self) -> nn.Module | bool:
         """Ignored labels are where no cotangent comes from."""
-        return super().awaits if self.needs_target else not _is(self.loss, nn.KLDivLoss)
+        return super().pending_loss if self.needs_target else not _is(self.loss, nn.KLDivLoss)
 
     def of_sum(self) -> ClassLoss:
         return replace(self, summed=True)
@@ -465,7 +465,7 @@ class DiagonalChart(Family):
 # Any other loss: its Hessian at the outputs of the whole batch.
 
 
-class Curvature(NamedTuple):
+class HessianRoot(NamedTuple):
     """A root of the Hessian of a loss at every example, h_n = root_n root_nᵀ, [n d d]. It stands for the target."""
 
     root: Tensor
@@ -491,7 +491,7 @@ class HessianLoss(OutputMetric):
         return True
 
     @property
-    def awaits(self) -> nn.Module | bool:
+    def pending_loss(self) -> nn.Module | bool:
         return self.loss if isinstance(self.loss, nn.Module) and self.is_user_module else False
 
     @property
@@ -505,8 +505,8 @@ class HessianLoss(OutputMetric):
 
     @outside_inference_mode()
     @torch.no_grad()  # also where the loss has parameters
-    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Curvature:
-        if isinstance(target, Curvature):
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> HessianRoot:
+        if isinstance(target, HessianRoot):
             return target
         self.check_target(target)
         n, d = y.shape[0], y[0].numel()
@@ -536,7 +536,7 @@ class HessianLoss(OutputMetric):
         if can_read(y) or "checked" not in self.checks:
             self._check(y, λ, H, product)
             self.checks.add("checked")
-        return Curvature(V * λ.clamp(min=0).sqrt().unsqueeze(-2))
+        return HessianRoot(V * λ.clamp(min=0).sqrt().unsqueeze(-2))
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         (s,) = self.prepared(y, target)

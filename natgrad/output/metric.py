@@ -110,7 +110,7 @@ class OutputMetric(ABC):
         return True
 
     @property
-    def awaits(self) -> nn.Module | bool:
+    def pending_loss(self) -> nn.Module | bool:
         """Whether an optimizer must see the user's own loss before it can estimate the metric of a pass.
 
         True: it waits for the cotangent of the loss at the outputs. A module: it also waits for a call of this loss
@@ -119,9 +119,9 @@ class OutputMetric(ABC):
         return False
 
     @property
-    def awaited(self) -> tuple[nn.Module, ...]:
+    def pending_losses(self) -> tuple[nn.Module, ...]:
         """The losses whose calls an optimizer waits for."""
-        return (self.awaits,) if isinstance(self.awaits, nn.Module) else ()
+        return (self.pending_loss,) if isinstance(self.pending_loss, nn.Module) else ()
 
     def lacks(self, target: Any) -> bool:
         """Whether the metric needs targets that are missing in ``target``."""
@@ -240,12 +240,12 @@ class DerivedMetric(OutputMetric):
         return self.base.leaves_out
 
     @property
-    def awaits(self) -> nn.Module | bool:
-        return self.base.awaits
+    def pending_loss(self) -> nn.Module | bool:
+        return self.base.pending_loss
 
     @property
-    def awaited(self) -> tuple[nn.Module, ...]:
-        return self.base.awaited
+    def pending_losses(self) -> tuple[nn.Module, ...]:
+        return self.base.pending_losses
 
     def lacks(self, target: Any) -> bool:
         return self.base.lacks(target)
@@ -405,7 +405,7 @@ class Sum(OutputMetric):
         for metric in self.metrics:
             if not isinstance(metric, OutputMetric):
                 raise TypeError(f"a sum of metrics has metrics only, got {metric!r}: ng.metric_of makes one of a loss")
-            if metric.source != "outputs" or metric.heads is not None or metric.awaits:
+            if metric.source != "outputs" or metric.heads is not None or metric.pending_loss:
                 raise TypeError(
                     f"{metric!r} cannot be added: a term is a metric of every pass on one output, such as Fisher(…), "
                     "Euclidean(), Bregman(…). For the metric of a loss give that of its family, for several outputs "

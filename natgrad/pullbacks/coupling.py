@@ -65,9 +65,9 @@ class Weights:
         self, a: Features, g: Features, block: Block, sharing: Sharing, there: Tensor | None = None
     ) -> tuple[Tensor, Moment]:
         """S and A of a layer of one kind; ``there`` [n r]: the positions that count, None for all."""
-        s = sharing.output_moment(sharing.outputs(g).scaled(self.c), block).total
+        s = sharing.output_moment(sharing.outputs(g).weight_examples(self.c), block).total
         shared = sharing.inputs(counted(a, there))
-        total = sharing.input_moment(shared.scaled(self.c), block).total
+        total = sharing.input_moment(shared.weight_examples(self.c), block).total
         return s.to(self.dtype), Moment(total.to(self.dtype), shared.count(self.c))
 
 

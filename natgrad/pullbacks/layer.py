@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.autograd import is_view_of
 from natgrad.model import Model
-from natgrad.pullbacks.factors import Factors, slices
+from natgrad.pullbacks.example_grads import ExampleGrads, slices
 from natgrad.rules.base import Keys, Rule, check_packing, trainable
 from natgrad.rules.features import Features, Moment
 from natgrad.show import brief
@@ -406,12 +406,12 @@ class Tied:
         """From (a, g) of each kind, in this dtype."""
         return Tied(block, [a.to(dtype) for a, _ in pairs], [g.to(dtype) for _, g in pairs])
 
-    def at(self, examples: slice) -> Factors:
+    def at(self, examples: slice) -> ExampleGrads:
         """Explicit rows of a slice of the examples, in flattening order."""
         block = self.block
         assert block.rule is not None
         local = block.rule.unpack(block.modules[0], block.keys, self._rows(examples))
-        return Factors.of_rows(local[block.keys[0]].flatten(2))
+        return ExampleGrads.of_rows(local[block.keys[0]].flatten(2))
 
     def rows(self, limit: int) -> Iterator[Tensor]:
         """R [k n c o i], packed like the block, in chunks of up to ``limit`` numbers (at least one example)."""
@@ -425,21 +425,21 @@ class Tied:
     def _rows(self, examples: slice) -> Tensor:
         out: Tensor | None = None
         for facet, a, g in zip(self.block.facets, self.a, self.g, strict=True):
-            rows = Factors(a[examples], g[:, examples]).rows().unflatten(-1, facet.block.shape)
+            rows = ExampleGrads(a[examples], g[:, examples]).rows().unflatten(-1, facet.block.shape)
             rows = rows.mT if facet.transposed else rows
             out = rows if out is None else out.add_(rows)
         assert out is not None
         return out
 
 
-def formed(factors: Sequence[Factors | Tied], limit: int) -> Iterator[list[Factors]]:
+def formed(factors: Sequence[ExampleGrads | Tied], limit: int) -> Iterator[list[ExampleGrads]]:
     """Factors of all blocks. With a tied weight, in chunks of examples whose rows have up to ``limit`` numbers.
 
     All chunks use the same forward pass.
     """
     tied = [f for f in factors if isinstance(f, Tied)]
     if not tied:
-        yield [f for f in factors if isinstance(f, Factors)]
+        yield [f for f in factors if isinstance(f, ExampleGrads)]
         return
     n = tied[0].a[0].shape[0]
     for examples in slices(n, limit // sum(f.numbers for f in tied)):
@@ -494,7 +494,7 @@ class Sharing:
         shared = self.inputs(counted(a, there))
         if weights is None or (there is not None and self.how == "expand"):
             return self.input_moment(shared, block)
-        return self.input_moment(shared.scaled(weights), block).over(shared.count(weights))
+        return self.input_moment(shared.weight_examples(weights), block).over(shared.count(weights))
 
     def output_moment(self, shared: Features, block: Block) -> Moment:
         """The sum of S, before it is divided by N, from ``outputs``."""
@@ -511,4 +511,4 @@ class Sharing:
 
 def counted(a: Features, there: Tensor | None) -> Features:
     """The inputs of a layer at the positions that count, [n r]; None for all."""
-    return a if there is None else a.only(there)
+    return a if there is None else a.mask(there)

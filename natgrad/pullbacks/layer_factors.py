@@ -221,7 +221,7 @@ class FactorList(FactorSink):
 # Which positions count.
 
 
-def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
+def layers_with_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
     """The numbers of the layers with several positions, of which those count that the loss sees."""
     key = "several", tuple([block.names for block in blocks])
     return tape.cached(key, lambda: frozenset(b for b, block in enumerate(blocks) if has_several(tape, block)))
@@ -296,18 +296,18 @@ def _only_read(tape: Tape, layer: Block) -> tuple[int, int] | None:
 class LayerFactors:
     """Computes A and S of one layer at a time, and puts them into a sink.
 
-    Cotangents are those of the root s, and S is divided by n here. ``several``: the numbers of the layers in which some
-    positions may not count (``several_positions``). ``weights`` [n]: 1 for examples that count, else 0; None if all
-    count. ``relation``: what couples the n examples. ``of_mean``: the cotangents are those of a loss that is a mean
-    over the examples, 1/n of those of a root. ``inputs_only``: S is the identity. ``visible``: the positions that
-    count; None where the cotangents alone tell.
+    Cotangents are those of the root s, and S is divided by n here. ``has_positions``: the numbers of the layers in
+    which some positions may not count (``layers_with_positions``). ``weights`` [n]: 1 for examples that count, else 0;
+    None if all count. ``relation``: what couples the n examples. ``of_mean``: the cotangents are those of a loss that
+    is a mean over the examples, 1/n of those of a root. ``inputs_only``: S is the identity. ``visible``: the positions
+    that count; None where the cotangents alone tell.
     """
 
     blocks: tuple[Block, ...]
     sharing: Sharing
     dtype: torch.dtype
     n: int
-    several: frozenset[int]
+    has_positions: frozenset[int]
     weights: Tensor | None = None
     relation: Mixing | Weights | None = None
     of_mean: bool = False
@@ -320,7 +320,7 @@ class LayerFactors:
         return tuple([block.names for block in self.blocks])
 
     @cached_property
-    def together(self) -> frozenset[int]:
+    def coupled_sides(self) -> frozenset[int]:
         """The layers whose A and S are computed together, because one factor scales the other.
 
         These are tied weights, stacks of experts and, with a coupling, all.
@@ -329,19 +329,19 @@ class LayerFactors:
             return frozenset()
         if self.relation is not None:
             return frozenset(range(len(self.blocks)))
-        stacked = [b for b in self.several if (rule := self.blocks[b].rule) is not None and rule.stacked]
+        stacked = [b for b in self.has_positions if (rule := self.blocks[b].rule) is not None and rule.stacked]
         tied = [b for b, block in enumerate(self.blocks) if block.facets]
         return frozenset([*stacked, *tied])
 
     @cached_property
-    def after(self) -> frozenset[int]:
+    def needs_mask(self) -> frozenset[int]:
         """The layers whose A is computed after S: the cotangents tell which positions count."""
-        return frozenset() if self.inputs_only else self.several - self.together
+        return frozenset() if self.inputs_only else self.has_positions - self.coupled_sides
 
     @cached_property
-    def late(self) -> frozenset[int]:
+    def needs_cotangents(self) -> frozenset[int]:
         """All layers whose A depends on cotangents."""
-        return self.after | self.together
+        return self.needs_mask | self.coupled_sides
 
     @property
     def gated(self) -> bool:
@@ -353,12 +353,12 @@ class LayerFactors:
         return reached(g, kind) if self.visible is None else self.visible.of(kind, g)
 
     def reached_positions(self, tape: Tape) -> ReachedPositions:
-        """Of the layers ``after``, before any cotangent has come."""
-        return ReachedPositions(tape, {b: self.blocks[b] for b in sorted(self.after)})
+        """The masks of the layers in ``needs_mask``; empty until cotangents arrive."""
+        return ReachedPositions(tape, {b: self.blocks[b] for b in sorted(self.needs_mask)})
 
     def put_inputs(self, b: int, tape: Tape, sink: FactorSink, count: Scalar | None = None) -> None:
         """A, unless it is late. ``count``: if it is a tensor, the number of positions that are not padding."""
-        if b in self.late:
+        if b in self.needs_cotangents:
             return
         kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
         real = tape.inputs(kind).padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
@@ -371,9 +371,9 @@ class LayerFactors:
         sink.put(b, "A", self._input_moment(tape.inputs(self.blocks[b]), self.blocks[b], there))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink, there: Tensor | None = None) -> None:
-        """S, and A of layers in ``together``. Writes the mask of positions that count to ``there`` [n r], if given."""
+        """S, and A of layers in ``coupled_sides``; the mask of positions that count goes to ``there`` [n r]."""
         block = self.blocks[b]
-        if b not in self.together:
+        if b not in self.coupled_sides:
             sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block), there)))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
@@ -428,9 +428,9 @@ class EagerKernels:
             self.layers.put_inputs(b, self.tape, self.sink)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers, and A of the layers in ``after`` whose masks are now complete."""
+        """S of these layers, and A of the layers in ``needs_mask`` whose masks are now complete."""
         blocks = self.layers.blocks
-        after = [b for b in numbers if b in self.layers.after]
+        after = [b for b in numbers if b in self.layers.needs_mask]
         self.reached_positions.update({b: self.layers.there(blocks[b], g.of(self.tape, blocks[b])) for b in after})
         for b in forgetting(self.tape, blocks, g, numbers):
             self.layers.put_outputs(b, self.tape, g, self.sink)

@@ -32,7 +32,7 @@ from natgrad.pullbacks.layer_factors import (
     VisiblePositions,
     any_of,
     forgetting,
-    several_positions,
+    layers_with_positions,
 )
 from natgrad.pullbacks.pullback import Pullback
 from natgrad.pullbacks.tape import Cotangents, Tape, Use, stream_cotangents
@@ -174,7 +174,7 @@ def stream(
         sharing,
         pb.y.dtype,
         pb.n,
-        several_positions(tape, blocks),
+        layers_with_positions(tape, blocks),
         weights,
         coupled_by(pb, tape),
         visible=VisiblePositions(tape, blocks, lambda: s),
@@ -237,7 +237,7 @@ class CapturedKernels:
 
     def inputs(self, numbers: Sequence[int]) -> None:
         """A of these layers, unless it is late."""
-        early = [b for b in numbers if b not in self.layers.late]
+        early = [b for b in numbers if b not in self.layers.needs_cotangents]
         captured = [b for b in early if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
         if self._changes_address(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
@@ -260,15 +260,15 @@ class CapturedKernels:
                 self.layers.put_inputs(b, self.tape, self.sink)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers, and A of the layers in ``after`` whose masks are now complete."""
+        """S of these layers, and A of the layers in ``needs_mask`` whose masks are now complete."""
         captured = [b for b in numbers if b in self._capturable]
         at_uses, key = self._uses_and_key("S", captured)
         if self._changes_address(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
             rest = self._put_padded_outputs(captured, g, key)
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
-        late = self._uses_of([b for b in captured if b in self.layers.together])
-        after = [b for b in numbers if b in self.layers.after]
+        late = self._uses_of([b for b in captured if b in self.layers.coupled_sides])
+        after = [b for b in numbers if b in self.layers.needs_mask]
         masks = self._masks([b for b in captured if b in after], g) if after else {}
         self.reached_positions.update(masks)
         self.reached_positions.update({b: self._reached(b, g) for b in after if b not in masks})
@@ -318,7 +318,7 @@ class CapturedKernels:
         return at_fixed_address(self.tape.memo, ("reached", block.names), mask)
 
     def inputs_after(self) -> None:
-        """A of the layers in ``after`` that are left when the backward pass has ended."""
+        """A of the layers in ``needs_mask`` that are left when the backward pass has ended."""
         self._inputs_after(self.reached_positions.take(whole=False))
 
     def _inputs_after(self, there: Mapping[int, tuple[Tensor, ...]]) -> None:
@@ -427,7 +427,9 @@ class CapturedKernels:
     def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
         """Cached by the kind of graph."""
         layers = self.layers
-        names = tuple((b, layers.blocks[b].names, b in layers.late, b in layers.after) for b in numbers)
+        names = tuple(
+            (b, layers.blocks[b].names, b in layers.needs_cotangents, b in layers.needs_mask) for b in numbers
+        )
         key = ("padded", side, layers.n > 1, layers.sharing, layers.weights is None, names)
         if key not in self.tape.memo:
             pads = self._pads_inputs if side == "A" else self._pads
@@ -442,7 +444,7 @@ class CapturedKernels:
 
     def _pads(self, b: int) -> bool:
         """Whether zero rows may be appended to the cotangents of a layer."""
-        if b in self.layers.together or self.layers.blocks[b].facets:
+        if b in self.layers.coupled_sides or self.layers.blocks[b].facets:
             return False
         uses = self.tape.of(self.layers.blocks[b])
         rowwise = all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
@@ -451,12 +453,12 @@ class CapturedKernels:
     def _pads_inputs(self, b: int) -> bool:
         """Whether zero rows may be appended to its inputs."""
         block = self.layers.blocks[b]
-        weighted = self.layers.weights is not None and b not in self.layers.after
+        weighted = self.layers.weights is not None and b not in self.layers.needs_mask
         if not self._pads(b) or weighted or self.layers.sharing.only_diagonal(block)[0]:
             return False
         uses = self.tape.of(block)
         alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)
-        if b in self.layers.after and not all(use.rule.leading(use.module, use.shape) for use in uses):
+        if b in self.layers.needs_mask and not all(use.rule.leading(use.module, use.shape) for use in uses):
             return False  # a row is an example, with all its positions
         return alone and all(use.rule.paddable(use.module, block.keys) for use in uses)
 

@@ -228,8 +228,8 @@ class Slice(Features):
         total = _into(DenseFeatures(self.x).squares().total, self.coordinates, self.size[1], -1)
         return Moment(_into(total, self.groups, self.size[0], 0), self.count())
 
-    def only(self, counted: Tensor) -> Features:
-        masked = cast(DenseFeatures, DenseFeatures(self.x, self.valid).only(counted))
+    def mask(self, counted: Tensor) -> Features:
+        masked = cast(DenseFeatures, DenseFeatures(self.x, self.valid).mask(counted))
         return replace(self, x=masked.x, valid=masked.valid)
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:

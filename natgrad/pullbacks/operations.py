@@ -215,7 +215,7 @@ class Operation:
         return False
 
     def place(self, leaves: Mapping[str, Tensor], names: Mapping[int, str]) -> Hashable:
-        """All that decides which layer it is a use of, the same in every pass."""
+        """The key of the layer that it is a use of, the same in every pass."""
         what = self.name, self.roles, self.bias_roles, self.scale, self.groups, self.index is None, self.axes
         return (*what, *((operand is self.bias, operand.place(leaves, names)) for operand in self.operands))
 

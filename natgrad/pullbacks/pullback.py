@@ -26,7 +26,7 @@ from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullbacks.batch_axis import LayerStatus, StatusCache, check_outputs
 from natgrad.pullbacks.coupling import root_of
-from natgrad.pullbacks.factors import Factors, Squares
+from natgrad.pullbacks.example_grads import ExampleGrads, Squares
 from natgrad.pullbacks.layer import Block, Tied, formed, partition
 from natgrad.pullbacks.operation_layers import OperationLayers
 from natgrad.pullbacks.rows import (
@@ -339,7 +339,7 @@ class Pullback:
         if self.roots.stored is None:  # a stored root has been checked already
             flat_at(self.metric, self.y, torch.ones_like(self.y), self.batch.target)
 
-    def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
+    def factors(self, limit: int | None = None) -> Iterator[list[ExampleGrads]]:
         """Factors of all blocks, chunk by chunk over the roots; G is the sum over the chunks.
 
         ``limit``: elements that a chunk of roots may have, where that is less than ``chunk``.
@@ -351,17 +351,17 @@ class Pullback:
         for factors in self._by_roots(limit):
             yield from formed(factors, self.chunk)
 
-    def _by_roots(self, limit: int | None = None) -> Iterator[list[Factors | Tied]]:
+    def _by_roots(self, limit: int | None = None) -> Iterator[list[ExampleGrads | Tied]]:
         """Factors of all examples, chunk by chunk over the roots."""
         inputs = self._inputs()
         for s in self.root.split(self.roots_at_once(inputs, limit)):
             yield self._factors(inputs, s / math.sqrt(self.n))
 
-    def collect(self) -> list[Factors]:
+    def collect(self) -> list[ExampleGrads]:
         """The factors of all examples and roots at once, for the kernel."""
         chunks = self._coupled() if self.coupling is not None else self._by_roots()
         whole = [[f.at(slice(None)) for f in factors] for factors in chunks]
-        return [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*whole, strict=True)]
+        return [ExampleGrads(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*whole, strict=True)]
 
     def square(self) -> Tensor:
         """The diagonal of G [p] = Σ_kn R², from the factors."""
@@ -389,7 +389,7 @@ class Pullback:
             cost += self.n * self.y.numel()  # every example has a cotangent of the whole batch
         return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
-    def _factors(self, inputs: Sequence[Tensor | None], s: Tensor) -> list[Factors | Tied]:
+    def _factors(self, inputs: Sequence[Tensor | None], s: Tensor) -> list[ExampleGrads | Tied]:
         tape = self.tape
         cotangents = tape.cotangents(s) if any(block.rule for block in self.layers) else Cotangents({}, {})
         unused = [block.names[0] in self.unused for block in self.layers]
@@ -397,19 +397,19 @@ class Pullback:
         bare = [name for block in ruleless for name in block.names]
         self._admit_rows(ruleless, s)
         explicit = rows(self.model, tape, bare, self.batch.x, s, self.logger, self.chunk) if bare else s.new_empty(0)
-        out: list[Factors | Tied] = []
+        out: list[ExampleGrads | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
             if nothing:
-                out.append(Factors.of_rows(s.new_zeros(*s.shape[:2], block.size, dtype=self.y.dtype)))
+                out.append(ExampleGrads.of_rows(s.new_zeros(*s.shape[:2], block.size, dtype=self.y.dtype)))
             elif block.facets:
                 pairs = [(tape.inputs(kind).dense(), cotangents.of(tape, kind).dense()) for kind in block.kinds]
                 out.append(Tied.of(block, pairs, self.y.dtype))
             elif a is None or block.rule is None:
-                out.append(Factors.of_rows(explicit[..., start : start + block.size]))
+                out.append(ExampleGrads.of_rows(explicit[..., start : start + block.size]))
                 start += block.size
             else:
-                out.append(Factors(a, cotangents.of(tape, block).dense().to(a.dtype)))
+                out.append(ExampleGrads(a, cotangents.of(tape, block).dense().to(a.dtype)))
         return out
 
     def _admit_rows(self, ruleless: Sequence[Block], s: Tensor) -> None:
@@ -438,7 +438,7 @@ class Pullback:
         C, L = self.coupled.C, self.coupled.L
         return t @ L @ L.T if L is not None and L.dtype == C.dtype else t @ C.double()
 
-    def _coupled(self) -> Iterator[list[Factors]]:
+    def _coupled(self) -> Iterator[list[ExampleGrads]]:
         mix, each = self.mixing(), self.y.element_size()
         # All rows that are mixed and, of one layer at a time, those that are not, and both in the precision of mixing.
         largest = max((layer.size for layer in self.layers), default=0)
@@ -456,12 +456,12 @@ class Pullback:
             yield [_mixed(f, layer, mix) for f, layer in zip(factors, self.layers, strict=True)]
 
 
-def _mixed(f: Factors | Tied, layer: Block, mix: Tensor) -> Factors:
+def _mixed(f: ExampleGrads | Tied, layer: Block, mix: Tensor) -> ExampleGrads:
     """The rows of a layer, mixed by L, in the order of its parameters."""
     rows = f.at(slice(None)).rows()
     dtype = rows.dtype
     rows = (rows if layer.facets else rows[..., layer.index.argsort()]).to(mix.dtype)
-    return Factors.of_rows(torch.einsum("nm,knp->kmp", mix, rows).to(dtype))
+    return ExampleGrads.of_rows(torch.einsum("nm,knp->kmp", mix, rows).to(dtype))
 
 
 # Metrics are computed in the precision that their numbers have, also inside a forward pass under autocast.
@@ -528,8 +528,8 @@ class LoaderPullback:
     def mean(self, structure: Any, like: Any = None) -> tuple[Any, int, int]:
         """The estimate of all batches, weighted by what their mean is over, and the numbers of examples and outputs.
 
-        A structure with eigenvectors takes those of the first batch for all estimates of a pass. Those of all batches
-        are known at the end of it, and the eigenvalues are measured in them in a second pass.
+        A structure with eigenvectors takes the eigenvectors of the first batch for all estimates of a pass. At its end
+        the eigenvectors of all batches are known, and a second pass measures the eigenvalues in them.
         """
         G, n, outputs, count = self._one_pass(structure, like)
         if G is None:

@@ -162,9 +162,9 @@ class Features(ABC):
         """The mask [n r] of positions with cotangents that are not all zero; None if that is so at all positions."""
         return nonzero_rows(self.dense().flatten(-2))
 
-    def only(self, counted: Tensor) -> Features:
+    def mask(self, counted: Tensor) -> Features:
         """The same features, of which only the positions with ``counted`` [n r] count: the others are zero."""
-        return DenseFeatures(self.dense()).only(counted)
+        return DenseFeatures(self.dense()).mask(counted)
 
     def moment(self) -> Moment:
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
@@ -202,7 +202,7 @@ class Features(ABC):
         """x̃_m = Σ_n L_nm x_n for L [n m], computed in the precision of L: Σ x̃ x̃ᵀ is Σ C_nm x_n x_mᵀ with C = L Lᵀ."""
         return self._map(lambda x, axis: mix_examples(x, L, axis))
 
-    def scaled(self, weights: Tensor) -> Features:
+    def weight_examples(self, weights: Tensor) -> Features:
         """√w_n x_n for w [n]: examples that count w_n times."""
         root = weights.sqrt()
         return self._map(lambda x, axis: _times_examples(single(x), root, axis))
@@ -272,7 +272,7 @@ class DenseFeatures(Features):
         mean = single(self.x).sum(1, keepdim=True) / count.clamp(min=1).unsqueeze(-1)
         return DenseFeatures(mean, (count > 0).to(mean.dtype))
 
-    def only(self, counted: Tensor) -> Features:
+    def mask(self, counted: Tensor) -> Features:
         valid = single(counted.unsqueeze(-1).to(self.x.dtype))  # half precision cannot count
         there = counted[..., None, None]
         if self.valid is not None:
@@ -304,7 +304,7 @@ class Counted(Features):
 
     @cached_property
     def _masked(self) -> Features:
-        return DenseFeatures(self.base.dense()).only(self.counted)
+        return DenseFeatures(self.base.dense()).mask(self.counted)
 
     def dense(self) -> Tensor:
         return self._masked.dense()
@@ -372,8 +372,8 @@ class Rows(Features):
         out = self.x.to(w.dtype) @ w[:d]
         return out if self.ones is False else out + _column(self.ones, out, -3) * w[d]
 
-    def only(self, counted: Tensor) -> Features:
-        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().only(counted)
+    def mask(self, counted: Tensor) -> Features:
+        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().mask(counted)
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return Rows(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))
@@ -498,8 +498,8 @@ class Entries(Features):
     def reached(self) -> Tensor | None:
         return nonzero_rows(self.x)
 
-    def only(self, counted: Tensor) -> Features:
-        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().only(counted)
+    def mask(self, counted: Tensor) -> Features:
+        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().mask(counted)
 
     def moment(self) -> Moment:
         x = single(self.x)
@@ -579,13 +579,13 @@ class OneHot(Features):
         count = (self.values != 0).sum(1).view(-1, 1, 1)  # without any position the sum is zero, too
         return DenseFeatures((total[:, None] / count.clamp(min=1)).unsqueeze(1), (count > 0).to(total.dtype))
 
-    def scaled(self, weights: Tensor) -> Features:
+    def weight_examples(self, weights: Tensor) -> Features:
         return replace(self, values=_times_examples(self.values, weights.sqrt(), 0))
 
     def project(self, w: Tensor) -> Tensor:
         return w[self.index] * self.values.to(w.dtype).unsqueeze(-1)
 
-    def only(self, counted: Tensor) -> Features:
+    def mask(self, counted: Tensor) -> Features:
         return replace(self, values=self.values * counted.to(self.values.dtype), masked=True)
 
     def squared_gradients(self, g: Tensor) -> Tensor:
@@ -646,9 +646,9 @@ class Joined(Features):
             return None
         return torch.cat([some[0].new_ones(shape) if there is None else there for shape, there in uses], dim=1)
 
-    def only(self, counted: Tensor) -> Features:
+    def mask(self, counted: Tensor) -> Features:
         each = counted.split([use.shape[-3] for use in self.uses], dim=1)
-        return Joined(tuple(use.only(there) for use, there in zip(self.uses, each, strict=True)))
+        return Joined(tuple(use.mask(there) for use, there in zip(self.uses, each, strict=True)))
 
     def moment(self) -> Moment:
         return reduce(operator.add, [use.moment() for use in self.uses])
@@ -670,8 +670,8 @@ class Joined(Features):
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return Joined(tuple(use._map(combine) for use in self.uses))
 
-    def scaled(self, weights: Tensor) -> Features:
-        return Joined(tuple(use.scaled(weights) for use in self.uses))
+    def weight_examples(self, weights: Tensor) -> Features:
+        return Joined(tuple(use.weight_examples(weights) for use in self.uses))
 
 
 def mix_examples(x: Tensor, L: Tensor, axis: int) -> Tensor:

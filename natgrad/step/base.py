@@ -111,7 +111,7 @@ class StepContext:
         queries: A function that returns the ``BatchQueries`` of the batch, on all passes of the step together.
         loss_at: ``loss_at(θ)`` is the loss of the closure at θ (None: here), if there is a closure.
         residuals: Of a loss of least squares, where the residuals are known.
-        at_rest: ``at_rest(v)`` is v with zeros for parameters that are not to move.
+        zero_idle: ``zero_idle(v)`` is v with zeros for parameters that are not to move.
     """
 
     step: int  # the number of steps before this one
@@ -129,7 +129,7 @@ class StepContext:
     queries: Callable[[], BatchQueries]
     loss_at: Loss | None = None
     residuals: ResidualSpace | None = None
-    at_rest: Callable[[Vector], Vector] = lambda v: v  # v, with zeros for parameters that are not to move
+    zero_idle: Callable[[Vector], Vector] = lambda v: v  # v, with zeros for parameters that are not to move
 
     __repr__ = brief
 

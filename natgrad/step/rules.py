@@ -224,7 +224,7 @@ class LevenbergMarquardt(StepRule):
         inverse = inverse_in_units(context.operator, λ) if self.scaled else None
         if inverse is None:
             return context.natural(λ)
-        return context.move(context.at_rest(inverse.sharp(context.smooth(context.differential))))
+        return context.move(context.zero_idle(inverse.sharp(context.smooth(context.differential))))
 
     def _regular(self, context: StepContext) -> float:
         """The least damping that rounding leaves something of."""

@@ -49,7 +49,7 @@ class SelfTuned(StepRule):
         one before, since a small batch may determine few directions.
 
         The exact products are those of the function that is trained, with its batch statistics and, on the whole batch,
-        its masks of dropout. Those of several micro-batches are averaged, weighted by examples.
+        its masks of dropout. Products of several micro-batches are averaged, weighted by examples.
 
     Example:
         >>> SelfTuned()

@@ -30,7 +30,7 @@ from natgrad.linalg import (
     without_rounding,
 )
 from natgrad.model import Model
-from natgrad.pullbacks.factors import cross
+from natgrad.pullbacks.example_grads import cross
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast

@@ -18,7 +18,7 @@ from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.accelerate.temporaries import ROWS, at_once
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
-from natgrad.pullbacks.factors import Factors, Squares
+from natgrad.pullbacks.example_grads import ExampleGrads, Squares
 from natgrad.pullbacks.gradient import GradientSample, gradient_factors, squared_gradients
 from natgrad.pullbacks.layer import Block, Tied
 from natgrad.pullbacks.moments import by_roots, factors_of, second_moments
@@ -351,15 +351,15 @@ class RotatedSquares:
             self._inputs[b] = turned(x, p)
             self._add_plain(b, g)
             return
-        if turns_factors(Factors(x, g), q, p):
-            self._sums[b].add(Factors(turned(x, p), turned(g, q)))
+        if turns_factors(ExampleGrads(x, g), q, p):
+            self._sums[b].add(ExampleGrads(turned(x, p), turned(g, q)))
             return
         step = at_once(k * c * o * i)
         for chunk, h in zip(x.split(step), g.split(step, dim=1), strict=True):
-            self._sums[b].accumulate(_squares(Factors(chunk, h).rows().unflatten(-1, (c, o, i)), q, p))
+            self._sums[b].accumulate(_squares(ExampleGrads(chunk, h).rows().unflatten(-1, (c, o, i)), q, p))
 
     def _add_plain(self, b: int, g: Tensor) -> None:
-        self._sums[b].add(Factors(self._inputs[b], turned(g, self._sides[b][0])))
+        self._sums[b].add(ExampleGrads(self._inputs[b], turned(g, self._sides[b][0])))
 
 
 def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:

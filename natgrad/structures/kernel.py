@@ -29,7 +29,7 @@ from natgrad.linalg import (
     without_rounding,
 )
 from natgrad.model import Model
-from natgrad.pullbacks.factors import Factors
+from natgrad.pullbacks.example_grads import ExampleGrads
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, RootedOperator, Structure
@@ -89,7 +89,7 @@ class Kernel(Structure):
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
         restored, factors = [], []
         for block in blocks:
-            f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
+            f = ExampleGrads(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             restored.append(block if packed == block.shape else block.without_rule())
             factors.append(f)
@@ -123,7 +123,7 @@ class KernelOperator(RootedOperator):
 
     layout: Layout
     blocks: tuple[Block, ...]
-    factors: tuple[Factors, ...]
+    factors: tuple[ExampleGrads, ...]
     K: KernelMatrix | None = None
     power: float = field(default=1.0, kw_only=True)
 
@@ -168,7 +168,7 @@ class KernelOperator(RootedOperator):
         blocks, factors = [self.blocks[b] for b in which], [self.factors[b] for b in which]
         if others:
             blocks.append(Block.of_rows([self.blocks[b] for b in others]))
-            factors.append(Factors.of_rows(self._ordered_rows(others).unflatten(0, self.factors[0].g.shape[:2])))
+            factors.append(ExampleGrads.of_rows(self._ordered_rows(others).unflatten(0, self.factors[0].g.shape[:2])))
         return replace(self, blocks=tuple(blocks), factors=tuple(factors))
 
     def push(self, v: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class KernelOperator(RootedOperator):
             block.unpack(f.square() if plain else self._mixed_square(f), out)
         return out
 
-    def _mixed_square(self, f: Factors) -> Tensor:
+    def _mixed_square(self, f: ExampleGrads) -> Tensor:
         """Σ R² [c o i] of a block, over the rows of a root R of G^p."""
         squares = [self._root(r).square().sum(0).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
         return torch.cat(squares, dim=1)
@@ -250,7 +250,7 @@ class KernelOperator(RootedOperator):
 
     def to(self, dtype: torch.dtype) -> KernelOperator:
         """The same operator in another precision."""
-        factors = tuple(Factors(f.a.to(dtype), f.g.to(dtype)) for f in self.factors)
+        factors = tuple(ExampleGrads(f.a.to(dtype), f.g.to(dtype)) for f in self.factors)
         return replace(self, layout=Layout(self.layout.like, dtype), factors=factors)
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
@@ -280,7 +280,7 @@ class KernelOperator(RootedOperator):
         if any(f.g.shape[0] != h.g.shape[0] for f, h in pairs):
             raise ValueError("kernels with different numbers of roots cannot be joined")
         u, w = math.sqrt(1 - weight), math.sqrt(weight)
-        joined = tuple(_join(Factors(f.a, u * f.g), Factors(h.a, w * h.g)) for f, h in pairs)
+        joined = tuple(_join(ExampleGrads(f.a, u * f.g), ExampleGrads(h.a, w * h.g)) for f, h in pairs)
         return replace(here, factors=joined, K=_beside(here, there))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -482,19 +482,19 @@ class PushThroughInverse(Inverse):
         return ((exact - rows.pull(self.dual.solve(rows.push(exact)))) / self.dual.damping).to(ω.dtype)
 
 
-def _slices(f: Factors) -> Iterator[Tensor]:
+def _slices(f: ExampleGrads) -> Iterator[Tensor]:
     """The rows [k n (c o i)] of a block, some outputs o at a time."""
     for g in f.g.split(_step(f), dim=4):
-        yield Factors(f.a, g).rows()
+        yield ExampleGrads(f.a, g).rows()
 
 
-def _step(f: Factors) -> int:
+def _step(f: ExampleGrads) -> int:
     """How many outputs o at a time."""
     k, n, _, c, o = f.g.shape
     return min(max(1, o), at_once(k * n * c * f.a.shape[3]))
 
 
-def _alike(block: Block, f: Factors, other: Block, g: Factors) -> bool:
+def _alike(block: Block, f: ExampleGrads, other: Block, g: ExampleGrads) -> bool:
     """Whether the factors of two blocks are of the same parameters, packed in the same order."""
     return (
         block.names == other.names
@@ -530,12 +530,12 @@ def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:
     return KernelMatrix.of(torch.block_diag(*[K.double() for K in kernels]))
 
 
-def _join(left: Factors, right: Factors) -> Factors:
+def _join(left: ExampleGrads, right: ExampleGrads) -> ExampleGrads:
     """The examples of both. Shorter sequences get positions of zeros, which add nothing to Σ_r g aᵀ."""
     r = max(left.a.shape[1], right.a.shape[1])
     a = [_pad(f.a, 1, r) for f in (left, right)]
     g = [_pad(f.g, 2, r) for f in (left, right)]
-    return Factors(torch.cat(a), torch.cat(g, dim=1))
+    return ExampleGrads(torch.cat(a), torch.cat(g, dim=1))
 
 
 def _pad(t: Tensor, dim: int, size: int) -> Tensor:

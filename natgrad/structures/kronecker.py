@@ -50,8 +50,8 @@ from natgrad.pullbacks.layer_factors import (
     FactorSink,
     LayerFactors,
     VisiblePositions,
+    layers_with_positions,
     may_hide,
-    several_positions,
 )
 from natgrad.pullbacks.moments import CapturedKernels, factors_of, kernels_of, stream
 from natgrad.pullbacks.operation_layers import is_operation, with_layers
@@ -292,7 +292,7 @@ class KroneckerInBackward:
         self._weight = 1.0
         tape, metric = pullback.tape, pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
-        dtype, several = pullback.y.dtype, several_positions(tape, split.used)
+        dtype, several = pullback.y.dtype, layers_with_positions(tape, split.used)
         layers = LayerFactors(tuple(split.used), structure.sharing_rule, dtype, pullback.n, several, of_mean=of_mean)
         self._hooks = BackwardHooks(tape, split.used, self._consume)
         # A pass keeps masks at fixed addresses until ``finish``: micro-batches of one step have memory of their own.
@@ -693,7 +693,7 @@ class ProductInverse(LayerInverse):
     def adopt_failures(self, other: Inverse) -> None:
         """Take over the failures of an inverse that this one was built from."""
         if isinstance(other, ProductInverse):
-            self.batch.inherit(other.batch)
+            self.batch.adopt_failures(other.batch)
         else:
             self.batch.clear()
 

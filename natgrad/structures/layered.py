@@ -56,7 +56,7 @@ from natgrad.linalg import (
 )
 from natgrad.log import listed
 from natgrad.model import Model, check_slots, check_types
-from natgrad.pullbacks.factors import Factors, slices
+from natgrad.pullbacks.example_grads import ExampleGrads, slices
 from natgrad.pullbacks.gradient import GradientSample, matrices
 from natgrad.pullbacks.layer import LARGEST, Block, Sharing
 from natgrad.pullbacks.layer_factors import FactorSink, Side
@@ -1225,17 +1225,17 @@ def turned(x: Tensor, q: Rotation) -> Tensor:
     return x @ q[0] if q.shape[0] == 1 else torch.einsum("...cd,cde->...ce", x, q)
 
 
-def turns_factors(f: Factors, q: Rotation, p: Rotation) -> bool:
+def turns_factors(f: ExampleGrads, q: Rotation, p: Rotation) -> bool:
     """Whether it is less work to turn g and a at every position than rows Σ_r g aᵀ."""
     (k, _, r, _, o), i = f.g.shape, f.a.shape[3]
     positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
     return r == 1 or positions <= k * o * i * (o * (q is not None) + i * (p is not None))
 
 
-def _covariance(f: Factors, q: Rotation, p: Rotation, d: Tensor) -> Tensor:
+def _covariance(f: ExampleGrads, q: Rotation, p: Rotation, d: Tensor) -> Tensor:
     """R_n (Q ⊗ P) diag(d) (Q ⊗ P)ᵀ R_nᵀ [n k l] of every example, for the rows of a layer and d [c o i]."""
     if turns_factors(f, q, p):
-        return Factors(turned(f.a, p), turned(f.g, q)).weighed_gram(d)
+        return ExampleGrads(turned(f.a, p), turned(f.g, q)).weighed_gram(d)
     out = []
     for some in slices(len(f.a), at_once(f.g.shape[0] * d.numel())):
         rows = rotated(q, f.at(some).rows().unflatten(2, d.shape), p)

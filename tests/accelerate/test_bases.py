@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import bases
-from natgrad.accelerate.bases import Factorisation, followed_all, lower_inverses
+from natgrad.accelerate.bases import Factorisation, iterate_bases, lower_inverses
 from tests.accelerate.test_roots import spread, symmetric
 
 EPS = torch.finfo(torch.float32).eps
 
 
 def followed(F: Tensor, Q: Tensor, method: Factorisation = "auto") -> tuple[Tensor, Tensor | None]:
-    (X,), failed = followed_all([F], [Q], method)
+    (X,), failed = iterate_bases([F], [Q], method)
     return X, failed
 
 
@@ -132,7 +132,7 @@ def test_factors_of_many_sizes_are_followed_whatever_their_order(method: Any, mo
     expected = [followed(F, Q, method)[0] for F, Q in pairs]
     for chunk in (2**27, 2**17):
         monkeypatch.setattr(bases, "_CHUNK_BYTES", chunk)
-        news, failures = followed_all([F for F, _ in pairs], [Q for _, Q in pairs], method)
+        news, failures = iterate_bases([F for F, _ in pairs], [Q for _, Q in pairs], method)
         assert (failures is None) == (method == "householder")
         assert not failures
         for new, right in zip(news, expected, strict=True):
@@ -140,7 +140,7 @@ def test_factors_of_many_sizes_are_followed_whatever_their_order(method: Any, mo
 
 
 def test_without_factors_nothing_is_followed() -> None:
-    assert followed_all([], []) == ([], None)
+    assert iterate_bases([], []) == ([], None)
 
 
 @pytest.mark.parametrize("leaf", [1, 7, 16, 100])

@@ -252,7 +252,7 @@ class _TF32(TorchDispatchMode):
 
 @contextmanager
 def rounded_products(precision: roots.Precision, device: torch.device) -> Iterator[roots.Products]:
-    """Those of a GPU."""
+    """Products as a GPU rounds them."""
     with _TF32() if precision == "split" else nullcontext():  # type: ignore[no-untyped-call]
         yield roots.Products(precision == "split")
 

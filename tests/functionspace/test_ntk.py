@@ -22,7 +22,7 @@ from natgrad.functionspace import (
     layer_ntks,
     ntk,
 )
-from natgrad.pullbacks import Factors
+from natgrad.pullbacks import ExampleGrads
 from tests import memory, oracle, zoo
 from tests.functionspace.tangents import EVERY, KERNEL, dense, framed, network
 from tests.golden import agrees, golden, tensor
@@ -110,8 +110,8 @@ def test_points_may_have_outputs_of_different_shapes() -> None:
 def test_the_cross_gram_of_factors_is_that_of_their_rows(shape: Any, other: Any, limit: int) -> None:
     k, n, r, c, o, i = shape
     l, m, s = other
-    left = Factors(normal(n, r, c, i), normal(k, n, r, c, o, seed=1))
-    right = Factors(normal(m, s, c, i, seed=2), normal(l, m, s, c, o, seed=3))
+    left = ExampleGrads(normal(n, r, c, i), normal(k, n, r, c, o, seed=1))
+    right = ExampleGrads(normal(m, s, c, i, seed=2), normal(l, m, s, c, o, seed=3))
     close(left.gram(right, limit), left.rows().flatten(0, 1) @ right.rows().flatten(0, 1).T)
     close(left.gram(limit=limit), left.gram(left))
 
@@ -121,7 +121,7 @@ def test_a_layer_that_is_packed_in_another_way_at_other_points_has_the_same_gram
     rows = ng.Kernel().estimate(ng.pullback(nn.Linear(3, 2).double(), normal(4, 3), ng.Euclidean()))
     R = rows.rows()  # [(k n) p]
     (block,) = rows.blocks
-    plain = replace(rows, blocks=(block.without_rule(),), factors=(Factors.of_rows(R.view(2, 4, -1)),))
+    plain = replace(rows, blocks=(block.without_rule(),), factors=(ExampleGrads.of_rows(R.view(2, 4, -1)),))
     close(rows.gram_with(plain), R @ R.T)
     close(plain.gram_with(rows), R @ R.T)
 

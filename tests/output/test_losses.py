@@ -263,7 +263,7 @@ def test_a_loss_that_is_given_as_a_function_of_torch_takes_its_targets_from_refr
     expected = gauss_newton(net, x, lambda y: F.soft_margin_loss(y, t))
     torch.testing.assert_close(opt.tracker.average.dense(), expected, rtol=1e-9, atol=1e-10)
     assert repr(ng.metric_of(F.soft_margin_loss)) == repr(ng.metric_of(nn.SoftMarginLoss()))
-    assert ng.metric_of(F.soft_margin_loss).awaited == ()
+    assert ng.metric_of(F.soft_margin_loss).pending_losses == ()
 
 
 def test_two_embeddings_are_stacked() -> None:

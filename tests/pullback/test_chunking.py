@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import natgrad as ng
 from natgrad.errors import MemoryBoundError
-from natgrad.pullbacks import Factors
+from natgrad.pullbacks import ExampleGrads
 from natgrad.structures import Structure
 from tests import zoo
 from tests.pulled import close, normal, pull, random_roots
@@ -164,7 +164,7 @@ GRAMS = {
 @pytest.mark.parametrize("name", GRAMS)
 def test_gram_matrices_from_blocks_of_any_size_are_those_of_the_rows(name: str, limit: int) -> None:
     k, n, r, c, o, i = GRAMS[name]
-    f = Factors(normal(n, r, c, i), normal(k, n, r, c, o, seed=1))
+    f = ExampleGrads(normal(n, r, c, i), normal(k, n, r, c, o, seed=1))
     rows = f.rows().flatten(0, 1)
     with Largest() as largest:
         got = f.gram(limit=limit)

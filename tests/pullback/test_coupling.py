@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.output.metric import Coupling
 from natgrad.pullbacks.coupling import Mixing, root_of, traces
-from natgrad.pullbacks.factors import Factors
+from natgrad.pullbacks.example_grads import ExampleGrads
 from natgrad.pullbacks.layer import Sharing
 from natgrad.rules.features import DenseFeatures, mix_examples
 from tests.optim.tasks import seeded
@@ -101,7 +101,7 @@ def test_examples_that_nothing_couples_have_the_factors_of_no_coupling_under_aut
 def test_traces_are_those_of_the_rows(r: int) -> None:
     a, g = normal(N, r, 1, 30), normal(2, N, r, 1, 25, seed=1)
     mix = normal(N, N, seed=2)
-    R = Factors(a, g).rows()
+    R = ExampleGrads(a, g).rows()
     plain, coupled = traces(DenseFeatures(a), g, mix @ mix.T, mix)
     close(plain, R.square().sum().view(1))
     close(coupled, torch.einsum("nm,knp->kmp", mix, R).square().sum().view(1))

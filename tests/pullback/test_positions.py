@@ -422,6 +422,6 @@ def test_ignored_labels_leave_the_steps_alone(preset: Callable[..., ng.NaturalGr
 def test_a_loss_that_ignores_nothing_masks_nothing(loss: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, which nobody looks at, a mask would be a copy of the inputs of every layer."""
     monkeypatch.setattr(moments, "can_read", lambda t: False)
-    monkeypatch.setattr(Rows, "scaled", None)
+    monkeypatch.setattr(Rows, "weight_examples", None)
     model, x, target = networks()["points"], normal(4, 32), torch.zeros(4, 3).double()
     ng.Kronecker().estimate(ng.pullback(model, x, loss, target=target))

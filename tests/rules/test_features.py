@@ -80,7 +80,7 @@ def test_moments_are_those_of_the_tensor(make: Callable[[], Features]) -> None:
 def test_mixing_and_weighting_the_examples_acts_on_the_tensor_with_its_ones(make: Callable[[], Features]) -> None:
     x = make().dense()
     _same(make().mixed(MIX), torch.einsum("nm,...nrci->...mrci", MIX, x))
-    _same(make().scaled(WEIGHTS), x * WEIGHTS.sqrt()[:, None, None, None])
+    _same(make().weight_examples(WEIGHTS), x * WEIGHTS.sqrt()[:, None, None, None])
 
 
 @inputs_and_cotangents
@@ -131,7 +131,7 @@ def test_one_hot_inputs_are_never_formed_and_keep_a_diagonal() -> None:
     close(torch.as_tensor(features.count(WEIGHTS)), (WEIGHTS @ valid.sum(1)).view(1))
     close(features.reduced("mean").dense(), x.sum(1, keepdim=True) / valid.sum(1).view(-1, 1, 1, 1))
     close(features.mixed(MIX).dense(), torch.einsum("nm,nrci->mrci", MIX, x))
-    close(features.scaled(WEIGHTS).moment().total, (WEIGHTS[:, None, None, None] * x).sum((0, 1)))
+    close(features.weight_examples(WEIGHTS).moment().total, (WEIGHTS[:, None, None, None] * x).sum((0, 1)))
     w, g = normal(6, 3), normal(2, N, 7, 1, 3, seed=1)
     close(features.project(w), x.squeeze(2) @ w)
     close(features.squared_gradients(g), torch.einsum("knrco,nrci->kncoi", g, x).square().sum((0, 1)))
@@ -161,7 +161,7 @@ def test_positions_that_do_not_count_are_in_no_sum_and_no_mean(make: Callable[[]
     features = make()
     n, r, _, _ = features.shape
     there = torch.arange(n * r).view(n, r) % 3 != 0
-    only, x = features.only(there), features.dense() * there[..., None, None]
+    only, x = features.mask(there), features.dense() * there[..., None, None]
     close(only.dense(), x)
     close(only.moment().total, torch.einsum("nrci,nrcj->cij", x, x), 1e-9)
     close(only.squares().total, x.square().sum((0, 1)), 1e-9)
@@ -175,7 +175,7 @@ def test_positions_that_do_not_count_are_in_no_sum_and_no_mean(make: Callable[[]
 def test_positions_in_half_precision_are_counted_exactly(dtype: torch.dtype) -> None:
     """bfloat16 knows no 2999."""
     there = torch.arange(3001).view(1, -1) > 1
-    masked = DenseFeatures(torch.ones(1, 3001, 1, 1, dtype=dtype)).only(there)
+    masked = DenseFeatures(torch.ones(1, 3001, 1, 1, dtype=dtype)).mask(there)
     assert masked.moment().mean().item() == 1.0
     assert masked.reduced("mean").dense().item() == 1.0
 
@@ -188,7 +188,7 @@ def test_positions_that_do_not_count_may_hold_anything(
 ) -> None:
     x, there = normal(4, 5, 3).to(dtype), torch.arange(5) < torch.tensor([5, 0, 2, 3])[:, None]
     dirty = torch.where(there.unsqueeze(-1), x, torch.nan)
-    found = kind(dirty, ones).only(there).moment()
+    found = kind(dirty, ones).mask(there).moment()
     alone = kind(x[there].unsqueeze(1), ones).moment()
     assert torch.as_tensor(found.count).flatten()[0] == 10
     close(found.total, alone.total, 1e-6 if dtype == torch.bfloat16 else 1e-12)

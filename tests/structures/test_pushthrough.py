@@ -9,7 +9,7 @@ from torch import Tensor
 from natgrad.errors import NonFiniteError, SingularMetricError
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.operators import KernelOperator, Layout
-from natgrad.pullbacks.factors import Factors
+from natgrad.pullbacks.example_grads import ExampleGrads
 from natgrad.pullbacks.layer import Block, ParameterSlice
 from natgrad.structures.kernel import PushThrough
 from tests.pulled import close, normal
@@ -37,7 +37,7 @@ def operator(rows: Tensor, K: Tensor | None = None) -> KernelOperator:
     p = rows.shape[2]
     block = Block(("w",), (ParameterSlice("w", 0, torch.Size([p])),), (1, p, 1), torch.device("cpu"))
     layout = Layout.of({"w": rows[0, 0]}, rows.dtype)
-    return KernelOperator(layout, (block,), (Factors.of_rows(rows),), None if K is None else KernelMatrix.of(K))
+    return KernelOperator(layout, (block,), (ExampleGrads.of_rows(rows),), None if K is None else KernelMatrix.of(K))
 
 
 def identity(size: int) -> Tensor:

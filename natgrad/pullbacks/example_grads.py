@@ -18,7 +18,7 @@ _LINE = 16  # numbers
 
 @final
 @dataclass(frozen=True)
-class Factors:
+class ExampleGrads:
     """The per-example gradients of a layer, as inputs and cotangents.
 
     Rows that come without a rule are factors too, with i = 1, a = 1 and g = R: structures see one thing.
@@ -37,13 +37,13 @@ class Factors:
     __repr__ = brief
 
     @staticmethod
-    def of_rows(rows: Tensor) -> Factors:
+    def of_rows(rows: Tensor) -> ExampleGrads:
         """Factors of explicit rows R [k n p]."""
-        return Factors(rows.new_ones(rows.shape[1], 1, 1, 1), rows[:, :, None, None, :])
+        return ExampleGrads(rows.new_ones(rows.shape[1], 1, 1, 1), rows[:, :, None, None, :])
 
-    def at(self, examples: slice) -> Factors:
+    def at(self, examples: slice) -> ExampleGrads:
         """Of some of the examples."""
-        return self if examples == slice(None) else Factors(self.a[examples], self.g[:, examples])
+        return self if examples == slice(None) else ExampleGrads(self.a[examples], self.g[:, examples])
 
     @property
     def plain(self) -> bool:
@@ -71,7 +71,7 @@ class Factors:
 
         With one position it is Σ_o g_ko g_lo Σ_i d_oi a_i², and no row is formed.
 
-        >>> f, d = Factors(torch.randn(3, 1, 1, 4), torch.randn(2, 3, 1, 1, 5)), torch.rand(1, 5, 4)
+        >>> f, d = ExampleGrads(torch.randn(3, 1, 1, 4), torch.randn(2, 3, 1, 1, 5)), torch.rand(1, 5, 4)
         >>> R = f.rows().transpose(0, 1)
         >>> torch.allclose(f.weighed_gram(d), R @ (d.view(-1, 1) * R.mT), atol=1e-5)
         True
@@ -84,14 +84,14 @@ class Factors:
         rows = (self.at(some).rows().transpose(0, 1) for some in slices(len(self.a), step))
         return torch.cat([(R * weights) @ R.mT for R in rows])
 
-    def gram(self, other: Factors | None = None, limit: int = TEMPORARY) -> Tensor:
+    def gram(self, other: ExampleGrads | None = None, limit: int = TEMPORARY) -> Tensor:
         """R R'ᵀ [(k n) (l m)] with the rows at other examples; None: at the same ones.
 
         For one position it is ⟨g_kn, h_lm⟩⟨a_n, b_m⟩. With several it is that product summed over pairs of positions,
         or the product of the rows, whichever is less work; temporaries stay within ``limit`` elements, where one pair
         of examples allows.
 
-        >>> f = Factors(torch.randn(3, 1, 1, 4).double(), torch.randn(2, 3, 1, 1, 5).double())
+        >>> f = ExampleGrads(torch.randn(3, 1, 1, 4).double(), torch.randn(2, 3, 1, 1, 5).double())
         >>> torch.allclose(f.gram(), f.rows().flatten(0, 1) @ f.rows().flatten(0, 1).T)
         True
         """
@@ -109,14 +109,14 @@ class Factors:
         total = self.g.new_zeros(k * n, l * m)
         step = max(1, limit // max(1, max(k * n, l * m) * c * i))
         for g, h in zip(self.g.split(step, dim=4), right.g.split(step, dim=4), strict=True):
-            rows = Factors(self.a, g).rows().flatten(0, 1)
+            rows = ExampleGrads(self.a, g).rows().flatten(0, 1)
             if other is None:
                 add_gram_(total, rows)
             else:
-                total.addmm_(rows, Factors(right.a, h).rows().flatten(0, 1).T)
+                total.addmm_(rows, ExampleGrads(right.a, h).rows().flatten(0, 1).T)
         return mirror_(total) if other is None else total
 
-    def _gram_by_positions(self, other: Factors, limit: int) -> Tensor:
+    def _gram_by_positions(self, other: ExampleGrads, limit: int) -> Tensor:
         """Σ_rs ⟨g_knr, h_lms⟩⟨a_nr, b_ms⟩, for blocks of pairs of examples (n, m)."""
         (k, n, r, _, o), (l, m, s) = self.g.shape, other.g.shape[:3]
         total = self.g.new_empty(k, n, l, m)
@@ -153,12 +153,12 @@ class Squares:
         self._a: Tensor | None = None
         self._g2: Tensor | None = None  # [n c o]
 
-    def add(self, f: Factors) -> Squares:
+    def add(self, f: ExampleGrads) -> Squares:
         if f.a.shape[1] > 1:
             shape = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             step = at_once(f.g.shape[0] * math.prod(shape))
             for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
-                self.accumulate(Factors(a, g).rows().square().sum((0, 1)).view(shape))
+                self.accumulate(ExampleGrads(a, g).rows().square().sum((0, 1)).view(shape))
             return self
         g2 = f.g[0, :, 0].square() if f.g.shape[0] == 1 else f.g[:, :, 0].square().sum(0)
         if f.a is self._a and self._g2 is not None:
@@ -198,7 +198,7 @@ def _product(g2: Tensor, a: Tensor) -> Tensor:
     return torch.mm(g2.T, a2, out=a.new_empty(g2.shape[1], width)[:, :i])
 
 
-def cross(left: Factors, right: Factors, limit: int) -> Tensor:
+def cross(left: ExampleGrads, right: ExampleGrads, limit: int) -> Tensor:
     """Σ_kn R_left R_rightᵀ [p q], packed; temporaries stay within ``limit`` elements where the contraction allows.
 
     Contracting the roots k first makes the cost of a pair of plain layers independent of their number:
