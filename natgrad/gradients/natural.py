@@ -135,6 +135,7 @@ class Natural(GradientOptimizer):
         return out
 
 
-# ``__new__`` would hide the arguments.
+# ``__new__`` would hide the arguments from ``help``, and from the parser of LightningCLI, which unwraps it.
+Natural.__new__.__wrapped__ = object.__new__  # type: ignore[attr-defined]
 _self, *_arguments = inspect.signature(Natural.__init__).parameters.values()
 Natural.__signature__ = inspect.Signature(_arguments)  # type: ignore[attr-defined]
