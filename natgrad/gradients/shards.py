@@ -35,8 +35,9 @@ Shapes: TypeAlias = Callable[[Assignment], Mapping[str, tuple[int, ...]]]  # of 
 
 def gradient_of(p: Tensor) -> Tensor:
     """The part of its gradient that this process has, divided as p is."""
-    g = cast(Any, p.grad)
-    return cast(Tensor, g.redistribute(placements=cast(Any, p).placements).to_local()) if is_sharded(g) else g
+    g, like = cast(Any, p.grad), cast(Any, p)
+    alike = not is_sharded(g) or g.placements == like.placements
+    return local(g if alike else g.redistribute(placements=like.placements))
 
 
 @final
@@ -105,8 +106,9 @@ class Owners:
         for group in self._groups:
             for names, there, back in group.buckets(tuple(name for name in group.home if name in at)):
                 like = grads[names[0]]
-                arrival = None if group.everywhere else there.start({name: grads[name] for name in names}, like)
-                travelling.append((group, names, arrival, (back, like.new_empty(0))))
+                is_here = group.everywhere or group.size == 1
+                arrival = None if is_here else there.start({name: grads[name] for name in names}, like)
+                travelling.append((group, names, arrival, None if group.size == 1 else (back, like.new_empty(0))))
         plain = [[member for member in members if member[1].name not in self._of] for members in matrices]
         if any(plain):
             yield Stage(plain, grads)
@@ -131,8 +133,7 @@ class Owners:
         ``v``: what this process has of the directions. ``computed``: those that it owns.
         """
         known = {name: t for name, t in v.items() if name not in self._of or self._of[name].everywhere} | dict(computed)
-        each = norms(list(known.values())) if known else []
-        squares = {name: norm.square() for name, norm in zip(known, each, strict=True)}
+        squares = dict(zip(known, [x.square() for x in norms(list(known.values()))] if known else (), strict=True))
         zero = next(iter(v.values())).new_zeros((), dtype=torch.float64)
         total = sum(squares.values(), zero)
         for group in self._groups:
@@ -169,7 +170,8 @@ class Owners:
                         want[f"{name} {letter}"] = dict.fromkeys(range(group.size), extent)
                         if name in group.mine:
                             tensors[f"{name} {letter}"] = states[name][letter]
-            types = {key: _single(group.params[key.rpartition(" ")[0]][0]) for key in have}
+            dtypes = {key: group.params[key.rpartition(" ")[0]][0].dtype for key in have}
+            types = {key: torch.promote_types(dtype, torch.float32) for key, dtype in dtypes.items()}
             for key, t in group.moved(tensors, have, want, types).items():
                 name, _, letter = key.rpartition(" ")
                 if name not in group.mine:
@@ -325,8 +327,3 @@ def _cost(a: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> float:
     n, k, o, i = a.sizes
     factors = [shape for shape in shapes.values() if len(shape) == 3 and shape[1] == shape[2] and shape[0] == n]
     return float(n * k * o * i * min(o, i) + sum(n * shape[1] ** 3 for shape in factors))
-
-
-def _single(p: Tensor) -> torch.dtype:
-    """The type in which the factors of a parameter are kept."""
-    return torch.promote_types(p.dtype, torch.float32)

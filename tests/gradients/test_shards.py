@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from natgrad.sharding import owners
 from tests.gradients import shards
@@ -144,3 +145,19 @@ def test_what_fails_in_one_process_is_raised_by_the_others(folder: Path) -> None
     assert "holds NaN or infinity. Nothing was changed" in there["nan"][0]
     assert [here["nan"][1], there["nan"][1]] == [True, True]  # nothing has moved
     assert here["death"] < shards.TIMEOUT + 5  # of a process between its backward pass and its step
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own
+@pytest.mark.parametrize("name", shards.MAKES)
+def test_a_mesh_of_one_process_takes_the_steps_of_no_mesh(name: str, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = shards.build("fsdp", divided=True)
+        opt = shards.MAKES[name](model)
+        end, state = shards.train(model, opt, range(shards.STEPS), "fsdp"), shards.state_of(opt)
+    finally:
+        dist.destroy_process_group()
+    alone = shards.build("fsdp", divided=False)
+    opt = shards.MAKES[name](alone)
+    torch.testing.assert_close(end, shards.train(alone, opt, range(shards.STEPS), "fsdp"), rtol=1e-12, atol=1e-14)
+    assert state.keys() == shards.state_of(opt).keys()
