@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
+from typing_extensions import Self
 
 from natgrad.accelerate.modules import (
     COMPILED_CHILD,
@@ -622,3 +624,35 @@ def _described(slot: str, value: Any, kind: type) -> str:
     if callable(value):
         return f"{text}, a function: write Empirical(…), or Fisher(family) of the distribution whose −log p is the loss"
     return f"{text}: give a metric, such as Fisher(Categorical()), or the loss, such as nn.CrossEntropyLoss()"
+
+
+class OpaqueNetwork(nn.Module, ABC):
+    """A network whose parameters are those of this module, by other names, and whose layers no optimizer sees.
+
+    Subclasses compute with it in ``forward``; its own parameters stay where they were.
+    """
+
+    def __init__(self, network: nn.Module, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._hidden = (copy.deepcopy(network).requires_grad_(False),)  # in a tuple it is no module of this one
+        self._names = {name: name.replace(".", "/") for name in params}
+        for name, t in params.items():
+            self.register_parameter(self._names[name], nn.Parameter(t.detach().clone()))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._hidden[0]._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    @property
+    def network(self) -> nn.Module:
+        """The network, in the mode of this module."""
+        return self._hidden[0].train(self.training)
+
+    @property
+    def point(self) -> dict[str, Tensor]:
+        """The parameters by the names of the network."""
+        return {name: getattr(self, own) for name, own in self._names.items()}
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the network computes with the parameters of this module."""

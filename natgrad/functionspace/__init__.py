@@ -20,6 +20,7 @@ from natgrad.functionspace.tangent import PushforwardMetric as PushforwardMetric
 from natgrad.functionspace.tangent import TangentFrame as TangentFrame
 from natgrad.functionspace.tangent import TangentKernel as TangentKernel
 from natgrad.functionspace.tangent import TangentSpace as TangentSpace
+from natgrad.functionspace.tangent_model import TangentModel as TangentModel
 from natgrad.kernels.manifolds import SphereKernel as SphereKernel
 from natgrad.kernels.manifolds import TorusKernel as TorusKernel
 from natgrad.kernels.sobolev import Alike as Alike

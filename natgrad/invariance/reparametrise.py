@@ -15,7 +15,7 @@ from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector, unflatten
 from natgrad.invariance.affine import Bases, Random, Transformed, TransformedRecurrent
 from natgrad.linearise import linearise
-from natgrad.model import Inputs, Model
+from natgrad.model import Inputs, Model, OpaqueNetwork
 from natgrad.musical import natural_gradient
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.rules.base import trainable
@@ -214,20 +214,15 @@ def reparametrisation(
 
 
 @final
-class Rewritten(nn.Module):
+class Rewritten(OpaqueNetwork):
     """A network whose parameters θ are written in other coordinates: it computes with f(θ)."""
 
     def __init__(self, model: nn.Module, f: Callable[[Point], Point], θ: Point) -> None:
-        super().__init__()
-        # In a tuple, the network is no module of this one: optimizers see θ, and no layers with weights that are f(θ).
-        self._network, self._map = (copy.deepcopy(model).requires_grad_(False),), f
-        self._names = {name: name.replace(".", "/") for name in θ}
-        for name, t in θ.items():
-            self.register_parameter(self._names[name], nn.Parameter(t.detach().clone()))
+        super().__init__(model, θ)
+        self._map = f
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        ξ = self._map({name: getattr(self, own) for name, own in self._names.items()})
-        return torch.func.functional_call(self._network[0].train(self.training), ξ, args, kwargs)
+        return torch.func.functional_call(self.network, self._map(self.point), args, kwargs)
 
 
 def rewritten(model: nn.Module, f: Callable[[Point], Point]) -> tuple[nn.Module, nn.Module]:
