@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad.rules.linear import padding
-from natgrad.rules.units import HiddenMap, State, unit_of
+from natgrad.rules.replayed import State, unit_of
 from natgrad.show import brief
 
 AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -284,20 +284,6 @@ def _zeros_around(layer: AffineLayer) -> list[int]:
 
 
 @final
-@dataclass(frozen=True)
-class LayerMap(HiddenMap):
-    """W_hh h + b_hh by calling a layer."""
-
-    layer: Transformed
-
-    def of(self, h: Tensor) -> Tensor:
-        return cast(Tensor, self.layer(h))
-
-    def added(self, z: Tensor, h: Tensor) -> Tensor:
-        return z + self.of(h)
-
-
-@final
 class TransformedRecurrent(nn.Module):
     """An ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` with the same arguments and outputs, in other bases.
 
@@ -335,10 +321,10 @@ class TransformedRecurrent(nn.Module):
             runs = []
             for reverse in range(self.directions):
                 layer = first + reverse
-                inputs, hidden = self.inputs[layer], LayerMap(cast(Transformed, self.recurrent[layer]))
+                inputs, hidden = self.inputs[layer], self.recurrent[layer]
                 state, outputs = self._start(layer, sequence[0], hx), []
                 for x_t in reversed(sequence) if reverse else sequence:
-                    _, state = self.unit.step(inputs(x_t), hidden, state)
+                    state = self.unit(inputs(x_t), hidden(state[0]), state)
                     outputs.append(state[0])
                 runs.append(outputs[::-1] if reverse else outputs)
                 last.append(state)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, cast, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from natgrad.accelerate.modules import parameters_in
 from natgrad.accelerate.moments import single
 from natgrad.rules.base import Call, Keys, Rule, matrices, matrices_shape, pack_matrices, plain, trainable
 from natgrad.rules.features import DenseFeatures, Features
-from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_of
 from natgrad.show import brief
 
 
@@ -422,7 +420,37 @@ class PaddedIndex:
         return self.pad(data.new_ones(len(data), 1)).squeeze(-1)
 
 
-# A recurrence over time, forwards, and backwards with the cotangents of its layers.
+# A recurrence over time.
+
+
+State: TypeAlias = tuple[Tensor, Tensor | None]  # h [n h], and for an LSTM c [n u]; u is the number of units
+Unit: TypeAlias = Callable[[Tensor, Tensor, State], State]  # the next state, from W_ih x + b_ih, W_hh h + b_hh [n o]
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """One step of a recurrent module."""
+    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
+        return _lstm
+    if isinstance(module, (nn.GRU, nn.GRUCell)):
+        return _gru
+    activation = torch.relu if module.nonlinearity == "relu" else torch.tanh
+    return lambda ih, hh, state: (activation(ih + hh), None)
+
+
+def _lstm(ih: Tensor, hh: Tensor, state: State) -> State:
+    """c' = f c + i g and h' = o tanh c' with (i, f, g, o) = (σ, σ, tanh, σ)(W_ih x + b_ih + W_hh h + b_hh)."""
+    assert state[1] is not None
+    i, f, g, o = (ih + hh).chunk(4, dim=-1)
+    c = torch.addcmul(f.sigmoid() * state[1], i.sigmoid(), g.tanh())
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(ih: Tensor, hh: Tensor, state: State) -> State:
+    """h' = n + u (h − n), n = tanh(z_in + r z_hn), with r, u = σ(z_i + z_h): the two sums have their own cotangents."""
+    units = ih.shape[-1] // 3
+    r, u = (ih[..., : 2 * units] + hh[..., : 2 * units]).sigmoid().chunk(2, dim=-1)
+    n = torch.addcmul(ih[..., 2 * units :], r, hh[..., 2 * units :]).tanh()
+    return torch.lerp(n, state[0], u), None
 
 
 @final
@@ -440,57 +468,45 @@ class Direction:
         names = (("weight_ih", "bias_ih"), ("weight_hh", "bias_hh"), ("weight_hr",))
         return tuple(tuple(f"{name}{self.suffix}" for name in layer) for layer in names)
 
-    @property
-    def ih(self) -> LinearMap:
-        return LinearMap(self._weight("weight_ih"), self._parameter("bias_ih"))
-
-    @property
-    def hh(self) -> LinearMap:
-        return LinearMap(self._weight("weight_hh"), self._parameter("bias_hh"))
-
-    @property
-    def hr(self) -> Tensor | None:
-        """W_hr."""
-        return self._parameter("weight_hr")
-
     def start(self, n: int) -> State:
         """The zero state: h has the width of the input of W_hh, c has one entry per unit."""
-        weight = self.hh.weight
+        weight = self._weight("weight_hh")
         h = weight.new_zeros(n, weight.shape[1])
         if not isinstance(self.module, (nn.LSTM, nn.LSTMCell)):
             return h, None
         return h, weight.new_zeros(n, weight.shape[0] // 4)
 
-    def times(self, steps: int) -> Sequence[int]:
-        """In the order of the recurrence."""
-        return range(steps)[:: -1 if self.backward else 1]
-
     def unroll(self, x: Tensor, state: State, mask: Tensor | None) -> Unrolled:
-        """Run over x [n t i] from a state. Where ``mask`` [n t] is zero the state stays, and inputs are zero."""
-        unit, hh, hr, steps = unit_of(self.module), self.hh, self.hr, x.shape[1]
-        ih = self.ih.of(x)
-        if hh.bias is not None and not isinstance(unit, Gru):  # the others add both biases
-            ih = ih + hh.bias
-        saved, inner, before, c_before, after, c_after = ([state[0]] * steps for _ in range(6))
-        rows = ih.unbind(1)
-        for t in self.times(steps):
-            before[t], c = state
-            c_before[t] = state[0] if c is None else c
-            saved[t], (h, c) = unit.step(rows[t], hh, state)
+        """Run over x [n t i] from a state. Where ``mask`` [n t] is zero the state stays, and inputs are zero.
+
+        The sum W_hh h is never one tensor of all times: its cotangents are those of zeros z [n t 1 o] that are added.
+        """
+        unit, n, steps = unit_of(self.module), x.shape[0], x.shape[1]
+        weight, bias = self._weight("weight_hh"), self._parameter("bias_hh")
+        project = self._parameter("weight_hr")
+        z_ih = F.linear(x, self._weight("weight_ih"), self._parameter("bias_ih")).unsqueeze(2)
+        if torch.is_grad_enabled() and not z_ih.requires_grad:
+            z_ih.requires_grad_()  # below it the arguments are constants
+        z_hh = torch.zeros_like(z_ih, requires_grad=True) if unit is _gru else z_ih
+        z_hr = None if project is None else z_ih.new_zeros(n, steps, 1, len(project), requires_grad=True)
+        sums, added = z_ih.squeeze(2).unbind(1), z_hh.squeeze(2).unbind(1)
+        before, inner, after = ([state[0]] * steps for _ in range(3))
+        for t in range(steps)[:: -1 if self.backward else 1]:
+            before[t], hh = state[0], F.linear(state[0], weight, bias)
+            h, c = unit(sums[t], hh + added[t] if unit is _gru else hh, state)
             inner[t] = h
-            c_after[t] = h if c is None else c
-            h = h if hr is None else F.linear(h, hr)
+            if project is not None and z_hr is not None:
+                h = F.linear(h, project) + z_hr[:, t, 0]
             state = (h, c) if mask is None else _where(mask[:, t, None] > 0, (h, c), state)
             after[t] = state[0]
         keep = None if mask is None else mask.unsqueeze(2)
         stacked = [torch.stack(values, dim=1) for values in (after, before, inner)]
         h_after, h_before, m = stacked if keep is None else [values * keep for values in stacked]
-        c_old, c_new = (None if state[1] is None else torch.stack(values, dim=1) for values in (c_before, c_after))
         inputs: dict[str, DenseFeatures] = {}
         for keys, a in zip(self.layers, (x, h_before, m), strict=True):
             inputs |= weight_and_bias(keys, a.unsqueeze(2), keep)
-        trace = UnitTrace(ih, torch.stack(saved, dim=1), h_before, c_old, c_new, keep)
-        return Unrolled(self, h_after, state, inputs, trace)
+        z = {key: z for keys, z in zip(self.layers, (z_ih, z_hh, z_hr), strict=True) if z is not None for key in keys}
+        return Unrolled(h_after, state, inputs, z)
 
     def _weight(self, name: str) -> Tensor:
         weight = self._parameter(name)
@@ -504,41 +520,22 @@ class Direction:
 @final
 @dataclass(frozen=True)
 class Unrolled:
-    """One layer in one direction: h of all times [n t h], the last state, and the inputs of the parameters by name."""
+    """One layer in one direction: h of all times [n t h], the last state, and inputs and sums by the parameters."""
 
-    direction: Direction
     h: Tensor
     state: State
     layers: dict[str, DenseFeatures]
-    trace: UnitTrace
-
-    @cached_property
-    def adjoint(self) -> Adjoint:
-        """The derivatives of all steps."""
-        return unit_of(self.direction.module).adjoint(self.trace)
-
-    def pull(self, g: Tensor, last: State) -> tuple[dict[str, Tensor], Tensor]:
-        """Cotangents of the layers by parameter, and dz [k n t o] of W_ih x + b_ih, from those of h and the state.
-
-        g is [k n t h], and the last state's are [k n ·].
-        """
-        mask, weights = self.trace.mask, (self.direction.hh.weight, self.direction.hr)
-        dz, dh = self.adjoint.pull(self.direction.times(g.shape[2]), g if mask is None else g * mask, last, weights)
-        dz_ih, dz_hr = self.adjoint.from_inputs(dz, dh), dh if mask is None else dh * mask
-        pairs = zip(self.direction.layers, (dz_ih, dz, dz_hr), strict=True)
-        views = [(keys, z.unsqueeze(3)) for keys, z in pairs]
-        if dz_ih is dz:  # one tensor, so that its second moment is formed once
-            views[1] = (views[1][0], views[0][1])
-        return {key: z for keys, z in views for key in keys}, dz_ih
-
-    def down(self, dz: Tensor) -> Tensor:
-        """Cotangents of x [k n t i] from those of W_ih x + b_ih."""
-        return dz @ self.direction.ih.weight
+    z: dict[str, Tensor]
 
 
 def _where(present: Tensor, new: State, old: State) -> State:
     h = torch.where(present, new[0], old[0])
     return (h, None) if new[1] is None or old[1] is None else (h, torch.where(present, new[1], old[1]))
+
+
+def _replayed(outputs: tuple[Tensor, ...], runs: Sequence[Unrolled]) -> GraphReplay:
+    layers = {name: inputs for run in runs for name, inputs in run.layers.items()}
+    return GraphReplay(outputs, layers, {name: z for run in runs for name, z in run.z.items()})
 
 
 @final
@@ -602,8 +599,7 @@ class RecurrentRule(Replayed):
             if (at + 1) % ways == 0:  # the last direction of a layer
                 h = torch.cat([run.h for run in runs[-ways:]], dim=-1)
         outputs = (*batch.outputs(h), *batch.last([run.state for run in runs]))
-        layers = {name: inputs for run in runs for name, inputs in run.layers.items()}
-        return _RecurrentReplay(outputs, layers, batch, tuple(runs))
+        return _replayed(outputs, runs)
 
 
 @final
@@ -641,7 +637,7 @@ class CellRule(Replayed):
             state = (h, c) if batched else (h.unsqueeze(0), None if c is None else c.unsqueeze(0))
         run = direction.unroll((x if batched else x.unsqueeze(0)).unsqueeze(1), state, None)
         outputs = tuple(t if batched else t.squeeze(0) for t in run.state if t is not None)
-        return _CellReplay(outputs, run.layers, run)
+        return _replayed(outputs, [run])
 
 
 @final
@@ -677,14 +673,6 @@ class _Sequences:
         assert h is not None
         return list(zip(h.unbind(0), [None] * len(h) if c is None else c.unbind(0), strict=True))
 
-    def padded(self, g: Tensor) -> Tensor:
-        """Cotangents of the output, as [k n t h]."""
-        if self.padding is not None:
-            return self.padding.pad(g.movedim(0, 1).flatten(1)).unflatten(2, (g.shape[0], -1)).movedim(2, 0)
-        if not self.batched:
-            return g.unsqueeze(1)
-        return g if self.rnn.batch_first else g.transpose(1, 2)
-
     def outputs(self, h: Tensor) -> tuple[Tensor, ...]:
         """The output tensors of the module for h [n t h] of its last layer."""
         if self.padding is not None:
@@ -700,44 +688,6 @@ class _Sequences:
             torch.stack([t for t in side if t is not None]) for side in zip(*states, strict=True) if _there(side)
         ]
         return tuple(t if self.batched else t.squeeze(1) for t in stacked)
-
-
-@final
-@dataclass(frozen=True, repr=False)
-class _RecurrentReplay(Replay):
-    """All layers and directions in the order of the states."""
-
-    batch: _Sequences
-    runs: tuple[Unrolled, ...]
-
-    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        dtype, cotangents, ways = self.batch.x.dtype, {}, 1 + self.batch.rnn.bidirectional
-        count = sum(t is not None for t in self.runs[0].state)
-        last = [t.to(dtype) if self.batch.batched else t.to(dtype).unsqueeze(2) for t in g[-count:]]  # [k layer n h]
-        above = self.batch.padded(g[0].to(dtype))
-        for first in reversed(range(0, len(self.runs), ways)):
-            below = []
-            for at, g_of in enumerate(above.chunk(ways, dim=-1), start=first):
-                state = (last[0][:, at], last[1][:, at] if count == 2 else None)
-                layers, dz = self.runs[at].pull(g_of, state)
-                cotangents.update(layers)
-                if first > 0:
-                    below.append(self.runs[at].down(dz))
-            above = functools.reduce(torch.add, below) if below else above
-        return cotangents
-
-
-@final
-@dataclass(frozen=True, repr=False)
-class _CellReplay(Replay):
-    """One step."""
-
-    run: Unrolled
-
-    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        last = [t.to(self.run.h.dtype).reshape(t.shape[0], *self.run.state[0].shape[:1], -1) for t in g]
-        state = (last[0], last[1] if len(last) == 2 else None)
-        return self.run.pull(last[0].new_zeros(last[0].unsqueeze(2).shape), state)[0]
 
 
 def _there(side: tuple[Tensor | None, ...]) -> bool:
