@@ -203,7 +203,7 @@ LINES: dict[str, int] = {
     "optim": 3169,
     "output": 1245,
     "pullbacks": 4363,
-    "rules": 1352,
+    "rules": 1303,
     "solve": 241,
     "step": 853,
     "structures": 3393,

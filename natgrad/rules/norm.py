@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, cast, final
+from collections.abc import Mapping, Sequence
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from natgrad.accelerate.modules import parameters_in
-from natgrad.accelerate.moments import mean_and_variance, single
+from natgrad.accelerate.moments import single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, Keys, Rule, plain
-from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, border_entries
+from natgrad.rules.features import DenseFeatures, Entries, Features
 
 _NAMES = ("weight", "bias")
 STATISTICS = "statistics"  # in a ``Call``: the mean and the variance that were used, where they are not those of x
@@ -38,7 +36,11 @@ class NormRule(Rule):
     capturable = True
 
     @abstractmethod
-    def normalised(self, module: nn.Module, call: Call, ones: bool) -> Features:
+    def normalise(self, module: nn.Module, call: Call, x: Tensor) -> Tensor:
+        """x̂, like x, without γ and β."""
+
+    @abstractmethod
+    def normalised(self, module: nn.Module, call: Call, ones: bool) -> Entries:
         """x̂ [n r c], with the homogeneous coordinate or without."""
 
     @abstractmethod
@@ -73,10 +75,6 @@ class NormRule(Rule):
 class TrailingNormRule(NormRule):
     """x̂ has the mean and the variance of an example's trailing axes: x [n *r *shape], c = numel(shape)."""
 
-    @abstractmethod
-    def normalise(self, module: nn.Module, x: Tensor) -> Tensor:
-        """x̂, without γ and β."""
-
     def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
         return len(shape) - cast(Tensor, module.weight).ndim
 
@@ -90,7 +88,7 @@ class TrailingNormRule(NormRule):
                 )
             x = x.unsqueeze(0)
         lead = self.leading(module, x.shape)
-        return Entries(self.normalise(module, x).reshape(x.shape[0], math.prod(x.shape[1:lead]), -1), ones)
+        return Entries(self.normalise(module, call, x).reshape(x.shape[0], math.prod(x.shape[1:lead]), -1), ones)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
         if self.leading(module, g.shape) == 1:  # of one example, which was given without a batch axis
@@ -112,7 +110,7 @@ class LayerNormRule(TrailingNormRule):
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.LayerNorm, *_NAMES) and cast(nn.LayerNorm, module).elementwise_affine
 
-    def normalise(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalise(self, module: nn.Module, call: Call, x: Tensor) -> Tensor:
         layer = cast(nn.LayerNorm, module)
         return F.layer_norm(x, layer.normalized_shape, None, None, layer.eps)
 
@@ -128,85 +126,20 @@ class RMSNormRule(TrailingNormRule):
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.RMSNorm, "weight") and cast(nn.RMSNorm, module).elementwise_affine
 
-    def normalise(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalise(self, module: nn.Module, call: Call, x: Tensor) -> Tensor:
         layer = cast(nn.RMSNorm, module)
         # As in torch, which computes in single precision at least, the default ε is that of the wider type.
         return F.rms_norm(x, layer.normalized_shape, None, layer.eps)
 
 
-@final
-@dataclass(frozen=True, repr=False)
-class ChannelEntries(Features):
-    """x̂ = scale x + shift of x [n c r], with scale and shift [n c] or [1 c]. Its moments do not need x̂ itself.
-
-    ``mean`` and ``variance`` [n c] are those of x over the positions.
-    """
-
-    x: Tensor
-    mean: Tensor
-    variance: Tensor
-    scale: Tensor
-    shift: Tensor
-    ones: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        n, c, r = self.x.shape
-        return n, r, c, 1 + self.ones
-
-    @cached_property
-    def entries(self) -> Entries:
-        """x̂ itself."""
-        x = torch.addcmul(self.shift.unsqueeze(-1), self.x, self.scale.unsqueeze(-1))
-        return Entries(x.transpose(1, 2), self.ones)
-
-    def dense(self) -> Tensor:
-        return self.entries.dense()
-
-    @property
-    def homogeneous(self) -> bool:
-        return self.ones
-
-    def moment(self) -> Moment:
-        n, _, r = self.x.shape
-        mean, variance = self.mean * self.scale + self.shift, self.variance * self.scale.square()
-        squares, sums = (variance + mean.square()).sum(0) * r, mean.sum(0) * r
-        total = border_entries(squares, sums, n * r) if self.ones else squares.view(-1, 1, 1)
-        return Moment(total, n * r)
-
-    def squares(self) -> Moment:
-        return self.moment().diagonal()
-
-    def reduced(self, how: Literal["mean", "sum"]) -> Features:
-        mean = Entries((self.mean * self.scale + self.shift).unsqueeze(1), self.ones)
-        return mean if how == "mean" else DenseFeatures(mean.dense() * self.x.shape[2])
-
-    def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
-        return self.entries.gradients(g, limit)
-
-    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return self.entries._map(combine)
-
-
 class ChannelNormRule(NormRule):
-    """x̂ = (x − μ)/√(σ² + ε) with a mean and a variance for every channel, x [n c *spatial], r = spatial positions.
-
-    All that is needed of x are its mean and variance over the positions of every example and channel.
-    """
+    """x̂ = (x − μ)/√(σ² + ε) with a mean and a variance for every channel, x [n c *spatial], r = spatial positions."""
 
     pixels = True
 
-    @abstractmethod
-    def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """μ and σ², [n c] or [c], from those of every example and channel [n c]."""
-
-    def normalised(self, module: nn.Module, call: Call, ones: bool) -> ChannelEntries:
-        x = self._batched(module, single(call.x))
-        mean, variance = mean_and_variance(x, list(range(2, x.ndim)))
-        μ, σ2 = self.constants(module, call, mean, variance)
-        scale = (σ2 + cast(float, module.eps)).rsqrt()
-        scale, shift = (s if s.ndim == 2 else s.unsqueeze(0) for s in (scale, -μ * scale))
-        return ChannelEntries(x.reshape(*x.shape[:2], -1), mean, variance, scale, shift, ones)
+    def normalised(self, module: nn.Module, call: Call, ones: bool) -> Entries:
+        x = self.normalise(module, call, self._batched(module, single(call.x)))
+        return Entries(x.flatten(2).transpose(1, 2) if x.ndim > 2 else x.unsqueeze(1), ones)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
         g = self._batched_cotangents(module, g)
@@ -240,13 +173,14 @@ class BatchNormRule(ChannelNormRule):
     def paddable(self, module: nn.Module, keys: Keys) -> bool:
         return False  # its constants are not those of an example
 
-    def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    def normalise(self, module: nn.Module, call: Call, x: Tensor) -> Tensor:
         layer, given = cast(_BatchNorm, module), call.kwargs.get(STATISTICS)
-        if given is not None:
-            return given[0].to(mean.dtype), given[1].to(mean.dtype)
-        if batch_statistics(layer, call.training):
-            return pooled(mean, variance, 0)
-        return _running(layer, mean.dtype)
+        if given is None and batch_statistics(layer, call.training):
+            return F.batch_norm(x, None, None, training=True, eps=layer.eps)
+        mean, variance = cast(
+            tuple[Tensor, Tensor], (layer.running_mean, layer.running_var) if given is None else given
+        )
+        return F.batch_norm(x, mean.to(x.dtype), variance.to(x.dtype), eps=layer.eps)
 
 
 @final
@@ -266,11 +200,13 @@ class InstanceNormRule(ChannelNormRule):
     def batch_axis(self, module: nn.Module, call: Call) -> int | None:
         return None if call.x.ndim == _spatial(module) + 1 else 0
 
-    def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    def normalise(self, module: nn.Module, call: Call, x: Tensor) -> Tensor:
         layer = cast(_InstanceNorm, module)
         if call.training or not layer.track_running_stats:
-            return mean, variance
-        return _running(layer, mean.dtype)
+            return F.instance_norm(x, eps=layer.eps)
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        return F.batch_norm(x, layer.running_mean.to(x.dtype), layer.running_var.to(x.dtype), eps=layer.eps)
 
     def _batched(self, module: nn.Module, x: Tensor) -> Tensor:
         return x.unsqueeze(0) if x.ndim == _spatial(module) + 1 else x
@@ -290,28 +226,14 @@ class GroupNormRule(ChannelNormRule):
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.GroupNorm, *_NAMES) and cast(nn.GroupNorm, module).affine
 
-    def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        groups = cast(nn.GroupNorm, module).num_groups
-        μ, σ2 = pooled(mean.unflatten(1, (groups, -1)), variance.unflatten(1, (groups, -1)), 2)
-        channels = mean.shape[1] // groups
-        return μ.repeat_interleave(channels, dim=1), σ2.repeat_interleave(channels, dim=1)
-
-
-def _running(layer: _BatchNorm | _InstanceNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    return layer.running_mean.to(dtype), layer.running_var.to(dtype)
+    def normalise(self, module: nn.Module, call: Call, x: Tensor) -> Tensor:
+        layer = cast(nn.GroupNorm, module)
+        return F.group_norm(x, layer.num_groups, eps=layer.eps)
 
 
 def batch_statistics(layer: _BatchNorm, training: bool) -> bool:
     """Whether a batch normalisation uses the statistics of its batch in this mode."""
     return training or layer.running_mean is None
-
-
-def pooled(mean: Tensor, variance: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the union of sets of equal size, which lie along an axis."""
-    μ = mean.mean(axis, keepdim=True)
-    return μ.squeeze(axis), (variance + (mean - μ).square()).mean(axis)
 
 
 def _spatial(module: nn.Module) -> int:
