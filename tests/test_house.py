@@ -202,7 +202,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3169,
     "output": 1245,
-    "pullbacks": 4363,
+    "pullbacks": 4359,
     "rules": 1303,
     "solve": 241,
     "step": 853,

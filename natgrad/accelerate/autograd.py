@@ -234,11 +234,11 @@ def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
             each.update(back)
 
 
-def put_forward_hook(module: nn.Module, number: int, hook: Callable[..., Any], *, first: bool) -> None:
-    """Add a forward hook with keyword arguments under the id of a handle; ``first``: before all others."""
+def put_forward_hook(module: nn.Module, number: int, hook: Callable[..., Any]) -> None:
+    """Add a forward hook with keyword arguments under the id of a handle, before all others."""
     module._forward_hooks[number] = hook
     module._forward_hooks_with_kwargs[number] = True
-    if first and len(module._forward_hooks) > 1:
+    if len(module._forward_hooks) > 1:
         module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
 
 

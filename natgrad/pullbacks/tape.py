@@ -88,7 +88,7 @@ class Hooks:
 
     >>> calls, layer = [], nn.Identity()
     >>> hooks = Hooks()
-    >>> hooks.put(layer, lambda module, args, kwargs, output: calls.append(args), first=True)
+    >>> hooks.put(layer, lambda module, args, kwargs, output: calls.append(args))
     >>> _ = layer(1)
     >>> hooks.remove()
     >>> _ = layer(2)
@@ -100,9 +100,9 @@ class Hooks:
         self._number = RemovableHandle(OrderedDict()).id
         self._modules: list[nn.Module] = []
 
-    def put(self, module: nn.Module, hook: Hook, first: bool) -> None:
-        """Add a hook; ``first``: before the existing hooks of the module."""
-        put_forward_hook(module, self._number, hook, first=first)
+    def put(self, module: nn.Module, hook: Hook) -> None:
+        """Add a hook before the existing hooks of the module, which may replace its output."""
+        put_forward_hook(module, self._number, hook)
         self._modules.append(module)
 
     def remove(self) -> None:
@@ -195,7 +195,6 @@ class Recorder:
         self._rules = {layer: kind.rule for kind in kinds for layer in kind.modules if kind.rule}
         hiding = replaying(map(type, self._rules.values()))
         self._replayed = {layer for layer, rule in self._rules.items() if type(rule) in hiding}
-        self._handles: list[RemovableHandle] = []
         self._hooks = Hooks()
         self._once: dict[nn.Module, Ruled] = {}
         self._operations: OperationRecorder | None = None
@@ -212,7 +211,7 @@ class Recorder:
         norms = set(named.values())
         for layer in self._rules:
             if layer not in norms:
-                self._hooks.put(layer, watch, first=True)  # as another forward hook may replace the output of the layer
+                self._hooks.put(layer, watch)
         self._operations = None
         if operations:
             self._operations = OperationRecorder(tensors_of(x))
@@ -232,9 +231,6 @@ class Recorder:
             self._operations.leave()
         self._stopped = True
         self._hooks.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def forget(self) -> None:
         """Drop what was recorded, which keeps the graph alive."""
