@@ -191,7 +191,7 @@ LINES: dict[str, int] = {
     "cli": 375,
     "data": 23,
     "families": 2104,
-    "fit": 2234,
+    "fit": 2241,
     "gradients": 1242,
     "functionspace": 1300,
     "integrations": 107,

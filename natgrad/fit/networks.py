@@ -18,14 +18,14 @@ from natgrad.fit.residual_function import FlatUnknowns
 from natgrad.fit.residuals import Points, Residuals, classes_of
 from natgrad.fit.result import FitResult, Record, Status
 from natgrad.geometry import Covector, Vector, check_kind
-from natgrad.linalg import check_damping
+from natgrad.linalg import check_damping, check_finite, is_number
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots, check_types
 from natgrad.pullbacks.pullback import Pullback
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import ResidualSpace, Step, StepContext, StepRule
 from natgrad.step.line_search import GeodesicSearch
-from natgrad.structures.base import Structure
+from natgrad.structures.base import Structure, check_shape
 
 _DAMPING = 1e-3  # of the first step, relative to the mean eigenvalue of G that is not zero by counting rows
 _REFUSED = 3  # steps in a row
@@ -138,15 +138,28 @@ class LeastSquares:
         return {"damping": self.damping, "steps": self.steps, "velocity": velocity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; the parameters are loaded by the model."""
-        velocity, device = state["velocity"], self._model.example.device
+        """Go on where ``state_dict`` was taken; the parameters are loaded by the model.
+
+        A state that is damaged, or of another problem, is refused, and nothing is changed.
+        """
+        if missing := self.state_dict().keys() - state.keys():
+            raise ValueError(f"the state has no {', '.join(sorted(missing))}: it is incomplete. Nothing was loaded")
+        damping, steps, velocity = state["damping"], state["steps"], state["velocity"]
+        if damping is not None:
+            check_damping(damping, relative=False)
+        if not is_number(steps, whole=True) or steps < 0:
+            raise ValueError(f'"steps" of the state is {steps!r}: it is damaged. Nothing was loaded')
         if velocity is not None and velocity.keys() != self.params.keys():
             raise ValueError(
                 f"the momentum in the state is of the parameters {', '.join(velocity)}, and here they are "
                 f"{', '.join(self.params)}: load the state of a problem with the same parameters, or rename those in "
                 "state['velocity']"
             )
-        self.damping, self.steps = state["damping"], state["steps"]
+        for name, t in (velocity or {}).items():
+            check_shape(f"the momentum of {name}", t, self.params[name].shape)
+            check_finite(t, f"the momentum of {name} in the state")
+        self.damping, self.steps = damping, steps
+        device = self._model.example.device
         self.velocity = None if velocity is None else Vector({name: t.to(device) for name, t in velocity.items()})
 
     def step(self) -> Record:

@@ -124,11 +124,9 @@ class FlatUnknowns:
 
     def embed(self, t: Tensor) -> Tensor:
         """t, with zeros for the unknowns that are fixed."""
-        return (
-            t
-            if self.free is None
-            else t.new_zeros(*t.shape[:-1], sum(self.sizes.values())).index_copy(-1, self.free, t)
-        )
+        if self.free is None:
+            return t
+        return t.new_zeros(*t.shape[:-1], sum(self.sizes.values())).index_copy(-1, self.free, t)
 
     def named(self, x: Tensor, *tail: int) -> Any:
         """The unknowns from x [*lead n *tail], as [*lead *shape *tail]."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from benchmarks.least_squares import Problem
-from natgrad.errors import MemoryBoundError
+from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.step import StepRule
 from natgrad.structures.base import Structure
 from tests.fit.problems import boundary, edges, exact_rows, flat, grid, network, poisson, solution
@@ -466,6 +466,29 @@ def test_a_problem_resumes_with_the_momentum_of_the_same_parameters() -> None:
     again.load_state_dict(state)
     assert first.step().cost == again.step().cost
     assert torch.equal(flat(nets[0]), flat(nets[1]))
+
+
+DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "damping": ({"damping": -1.0}, "damping must be a finite number"),
+    "steps": ({"steps": -3}, '"steps" of the state is -3'),
+    "shape": ({"velocity": {"x": torch.zeros(2)}}, r"the momentum of x in the state has the shape \[2\]"),
+    "numbers": ({"velocity": {"x": torch.full((4,), math.nan)}}, "the momentum of x in the state holds NaN"),
+    "names": ({"velocity": {"z": torch.zeros(4)}}, "of the parameters z, and here they are x"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_state_of_a_problem_is_refused(damage: str) -> None:
+    θ = {"x": torch.ones(4).double()}
+    problem = ng.LeastSquares(lambda θ: θ["x"] ** 2 - 2, θ, step=ng.Spring(decay=0.5), damping=1e-2)
+    problem.step()
+    state, (entry, message) = problem.state_dict(), DAMAGE[damage]
+    with pytest.raises((ValueError, NonFiniteError), match=message):
+        problem.load_state_dict(state | entry)
+    with pytest.raises(ValueError, match="the state has no steps: it is incomplete"):
+        problem.load_state_dict({key: value for key, value in state.items() if key != "steps"})
+    assert problem.state_dict()["steps"] == 1
+    assert problem.damping == state["damping"]
 
 
 def test_a_parameter_has_a_covariance_where_others_have_none() -> None:
