@@ -4,7 +4,8 @@
     python -m benchmarks.census --json  # the same for a program
 
 A module counts as executed if one of its functions is called between the construction of the optimizer and the end of
-the loop; its lines are all lines of its file. Operations are those that torch dispatches.
+the loop; its lines are all lines of its file. Lines that run are counted once; "% in the order" is the share of
+them in the files of the reading order of docs/architecture.md. Operations are those that torch dispatches.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,28 +43,35 @@ class Operations(TorchDispatchMode):
 
 
 class Calls:
-    """Counts calls of the package's functions, and the modules that they are in."""
+    """Counts calls of the package's functions, the modules that they are in, and the lines that run."""
 
     def __init__(self) -> None:
         self.count = 0
         self.modules: set[str] = set()
+        self.lines: set[tuple[str, int]] = set()
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Calls | None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(str(PACKAGE)) and not frame.f_code.co_name.startswith("<"):
+        if not name.startswith(str(PACKAGE)):
+            return None
+        if event == "call" and not frame.f_code.co_name.startswith("<"):
             self.count += 1
             self.modules.add(name)
+        elif event == "line":
+            self.lines.add((name, frame.f_lineno))
+        return self
 
 
 @contextmanager
 def counting() -> Iterator[Calls]:
     """Count the calls inside."""
     calls = Calls()
-    sys.setprofile(calls)
+    before = sys.gettrace()
+    sys.settrace(calls)
     try:
         yield calls
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
 
 
 def lines_of(path: str | Path) -> int:
@@ -103,7 +112,19 @@ def executed() -> dict[str, int]:
     )
     with counting() as calls:
         loop(model, torch.randn(16, 1, 6, 6), 101)
-    return {"loop modules": len(calls.modules), "loop lines": sum(map(lines_of, calls.modules))}
+    order = {str(PACKAGE.parent / path) for path in reading_order()}
+    return {
+        "loop modules": len(calls.modules),
+        "loop lines": sum(map(lines_of, calls.modules)),
+        "lines that run": len(calls.lines),
+        "% in the order": round(100 * sum(name in order for name, _ in calls.lines) / len(calls.lines)),
+    }
+
+
+def reading_order() -> list[str]:
+    """The files of the reading order of docs/architecture.md."""
+    text = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| \d+ \| `([^`]+)` \|", text, re.MULTILINE)
 
 
 def plain_step() -> dict[str, int]:
