@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, SingularMetricError
 from natgrad.geometry import Vector, unflatten
 from natgrad.isolation import unfused
+from natgrad.lanczos import residual
+from natgrad.linalg import eigvalsh
 from natgrad.model import Inputs, Model
 from natgrad.musical import sharp
 from natgrad.output.losses import Criterion, metric_of
@@ -28,6 +30,7 @@ Params = Mapping[str, Tensor]
 Objective = Callable[[Params], Tensor]
 Dissimilarity = Callable[[Params, Params], Tensor]
 _STRIDE = math.log(8.0)  # of log λ, in the search for a multiplier
+_LARGEST = 2048  # parameters whose Hessian is formed to explain a failure
 _NEGLIGIBLE = 1e-9  # a multiplier below which the region does not limit the minimum
 
 
@@ -90,7 +93,8 @@ def linearised(
         argmin_u ⟨∇J(w), u⟩ + λρ(u, w), by name.
 
     Method:
-        At the minimum ∇_uρ(u, w) = −∇J(w)/λ.
+        At the minimum ∇_uρ(u, w) = −∇J(w)/λ. If ρ does not change along a direction in which J falls, as the divergence
+        of the outputs need not along parameters that they do not see, there is no minimum, and an error says so.
     """
     _check(strength)
     fixed = {name: p.detach() for name, p in w.items()}
@@ -100,7 +104,22 @@ def linearised(
         linear = torch.stack([(ω[name] * u[name]).sum() for name in u]).sum()
         return linear + strength * rho(u, fixed)
 
-    return minimise(surrogate, w, tol=tol, max_steps=max_steps)
+    try:
+        return minimise(surrogate, w, tol=tol, max_steps=max_steps)
+    except NatgradError as error:
+        G = HessianOperator.at(lambda u: rho(u, fixed), w)
+        if G.layout.size > _LARGEST:
+            raise
+        values = eigvalsh(G.dense(), "the Hessian of ρ").abs()
+        null = int((values <= G.layout.size * torch.finfo(values.dtype).eps * values.max()).sum())
+        if not null:
+            raise
+        outside = residual(G.product, ω.flatten(), G.layout.size)
+        raise SingularMetricError(
+            f"the linearised problem is unbounded: ρ has {null} null directions at w, along which it does not change, "
+            f"and the linear model of J falls without end where it keeps ρ (the part of ∇J along them is {outside:.2g} "
+            "of its norm). Add a multiple of ½‖u − w‖² to ρ, or use point, which keeps J itself, or trust_region"
+        ) from error
 
 
 def quadratic(

@@ -295,3 +295,27 @@ def test_a_trust_region_in_either_kl_divergence_has_the_least_loss_of_all_points
 def test_a_trust_region_needs_a_radius() -> None:
     with pytest.raises(ValueError, match="radius η of the region must be positive, got 0"):
         ng.proximal.trust_region(lambda u: u["w"].sum(), euclidean, {"w": torch.ones(1)}, 0.0)
+
+
+@pytest.mark.parametrize("through", ["null direction", "level set"])
+def test_a_linearised_problem_with_null_directions_is_unbounded_and_says_so(through: str) -> None:
+    """ρ = ½(ab − 2)² keeps the hyperbola ab = 2, on which ⟨∇J, u⟩ falls without end, whatever ∇J is at (1, 2)."""
+    w = {"a": torch.tensor(1.0, dtype=torch.float64), "b": torch.tensor(2.0, dtype=torch.float64)}
+
+    def model(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return p["a"] * p["b"] * x
+
+    def loss(u: Mapping[str, Tensor]) -> Tensor:
+        product: Tensor = (u["a"] * u["b"] - 1) ** 2
+        return product + (u["a"] - 3) ** 2 if through == "null direction" else product
+
+    x = torch.ones(1, 1, dtype=torch.float64)
+    rho = ng.proximal.pulled_back(model, x, ng.Euclidean(), params=w)
+    with pytest.raises(ng.errors.SingularMetricError, match=r"unbounded: ρ has 1 null directions at w"):
+        ng.proximal.linearised(loss, rho, w, 1.0)
+
+    def ridged(u: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
+        return rho(u, v) + 0.5 * torch.stack([(u[name] - v[name]) ** 2 for name in u]).sum()
+
+    bounded = ng.proximal.linearised(loss, ridged, w, 1.0)
+    assert all(bool(t.isfinite()) for t in bounded.values())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate.modules import children_in, parameters_in
+from natgrad.diagnosis import diagnose
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector, unflatten
 from natgrad.invariance.affine import Bases, Random, Transformed, TransformedRecurrent
@@ -18,10 +19,14 @@ from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model, OpaqueNetwork
 from natgrad.musical import natural_gradient
 from natgrad.output.metric import Euclidean, OutputMetric
+from natgrad.pullbacks.pullback import Pullback, pullback
 from natgrad.rules.base import trainable
 from natgrad.show import brief
 from natgrad.solve.solvers import Pinv, Solver
 from natgrad.structures.base import Structure
+from natgrad.structures.dense import Dense
+from natgrad.structures.implicit import Implicit
+from natgrad.structures.kernel import Kernel
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
@@ -135,17 +140,20 @@ class Reparametrisation:
         parameter_gap: ‖df v_θ − v_ξ‖/‖v_ξ‖.
         on_model: The changes of the outputs dφ v_ξ and dψ v_θ [n *out].
         on_parameters: The steps v_ξ and df v_θ.
+        caveats: Why the gap on the model need not be rounding, or says less than it seems; empty if the theorem holds.
     """
 
     model_gap: float
     parameter_gap: float
     on_model: tuple[Tensor, Tensor]  # dφ v_ξ and dψ v_θ [n *out]
     on_parameters: tuple[Vector, Vector]  # v_ξ and df v_θ
+    caveats: tuple[str, ...] = ()
 
     __repr__ = brief
 
     def __str__(self) -> str:
-        return f"gap on the model {self.model_gap:.2g}, on the parameters {self.parameter_gap:.2g}"
+        gaps = f"gap on the model {self.model_gap:.2g}, on the parameters {self.parameter_gap:.2g}"
+        return "\n".join([gaps, *self.caveats])
 
 
 def reparametrisation(
@@ -179,7 +187,10 @@ def reparametrisation(
     Method:
         Compare the natural gradient of φ at ξ = f(θ) with that of ψ = φ∘f at θ (van Oostrum, Müller and Ay (2023)).
 
-        For an over-parametrised model the gap on the model is rounding, and the gap on the parameters is not.
+        For an over-parametrised model the gap on the model is rounding, and the gap on the parameters is not. This is
+        their theorem 2, for the whole metric and a generalised inverse; ``caveats`` says where it does not apply: with
+        damping, a part of the metric or samples of it. It also says where the rank of the metric is not constant, as
+        ``diagnose`` finds: there parametrisations that no map relates can differ.
 
     Example:
         >>> import torch, natgrad as ng
@@ -210,7 +221,26 @@ def reparametrisation(
         parameter_gap=_relative((pushed - v_ξ).flatten(), v_ξ.flatten()),
         on_model=on_model,
         on_parameters=(v_ξ, pushed),
+        caveats=_caveats(φ, x, metric or Euclidean(), structure, damping),
     )
+
+
+def _caveats(φ: Model, x: Inputs, metric: OutputMetric, structure: Structure | None, damping: float) -> tuple[str, ...]:
+    """Where theorem 2 does not apply, and where its conclusion needs the map."""
+    caveats = []
+    if damping:
+        caveats.append(f"theorem 2 does not apply: damping {damping:g} is another metric in every coordinate system")
+    if structure is not None and not isinstance(structure, Dense | Kernel | Implicit):
+        caveats.append(f"theorem 2 does not apply: {type(structure).__name__} keeps a part of the metric only")
+    if not metric.exact:
+        return (*caveats, "theorem 2 does not apply: two samples of a metric are two metrics")
+    found = diagnose(cast(Pullback, pullback(φ, x, metric)))
+    if found.constant_rank is False:
+        caveats.append(
+            f"no constant rank: it is {found.rank} here and {found.nearby_rank} nearby, so that a parametrisation that "
+            "is not f away from this one can have another natural gradient"
+        )
+    return tuple(caveats)
 
 
 @final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -235,3 +236,29 @@ class Identity(Solver):
 
     def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         return Matrix(G.layout, torch.eye(G.layout.size, dtype=torch.float64))
+
+
+def test_it_says_where_the_theorem_does_not_apply() -> None:
+    """φ = (a, b³) has rank 1 at b = 0 and 2 nearby; damping, parts and samples of a metric are no theorem's."""
+
+    def model(p: dict[str, Tensor], x: None) -> Tensor:
+        return torch.stack([p["a"], p["b"] ** 3])[None]
+
+    def f(θ: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"a": 2 * θ["a"], "b": θ["b"] + θ["b"] ** 2 / 5}
+
+    def caveats(b: float, **options: Any) -> tuple[str, ...]:
+        params = {"a": torch.tensor(1.0, dtype=torch.float64), "b": torch.tensor(b, dtype=torch.float64)}
+        found = ng.invariance.reparametrisation(model, f, None, lambda y: y.sum(), params=params, **options)
+        assert "\n".join(found.caveats) in str(found)
+        return found.caveats
+
+    assert caveats(1.0) == ()
+    (rank,) = caveats(0.0)
+    assert rank.startswith("no constant rank: it is 1 here and 2 nearby")
+    (damped,) = caveats(1.0, damping=0.1)
+    assert damped.startswith("theorem 2 does not apply: damping 0.1")
+    (part,) = caveats(1.0, structure=ng.Diagonal())
+    assert part.startswith("theorem 2 does not apply: Diagonal keeps a part")
+    (sampled,) = caveats(1.0, metric=ng.Sampled(ng.Euclidean()))
+    assert sampled.startswith("theorem 2 does not apply: two samples")
