@@ -192,7 +192,7 @@ LINES: dict[str, int] = {
     "data": 23,
     "families": 2104,
     "fit": 2241,
-    "gradients": 1242,
+    "gradients": 1250,
     "functionspace": 1300,
     "integrations": 107,
     "invariance": 612,

@@ -31,7 +31,7 @@ from natgrad.errors import NonFiniteError
 from natgrad.geometry import refuse_sparse
 from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of, tensors_of
 from natgrad.gradients.earlier_checkpoints import converted
-from natgrad.gradients.shards import Member, Owners, Stage, State, gradient_of
+from natgrad.gradients.shards import Member, Owners, Stage, State, divided_as, gradient_of
 from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, number_of
 from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
@@ -102,6 +102,7 @@ class GradientOptimizer(torch.optim.Optimizer):
     nesterov: bool = True
     letters: tuple[str, ...] = ()  # what a state keeps beside the momentum
     decomposed: tuple[str, ...] = ()  # of these, what changes when factors are decomposed
+    _is_shared: bool | None  # unknown before the first step
     _owners: Owners | None
     _ddp: DistributedDataParallel | None
 
@@ -133,7 +134,6 @@ class GradientOptimizer(torch.optim.Optimizer):
         self._moved: Moved = {}  # ‖v‖ in the last step
         self._rates: list[float] = []  # of the groups, in the last step
         self._taken = self._refreshes = self._refreshed = 0  # steps and refreshes of this process; the last refresh
-        self._divided: list[tuple[Tensor, Assignment]] = []  # of which other processes have a part, too
         if isinstance(params, nn.Module):
             refuse_flat_shards(params)
         self._refresh()
@@ -150,7 +150,7 @@ class GradientOptimizer(torch.optim.Optimizer):
     def _refresh(self) -> None:
         """What is made anew after a copy: a flag that travels from a device, and captured steps."""
         self._flag, self._graphs = Flag(), GraphCache[tuple[Moved, Tensor | None]](capacity=4)
-        self._owners, self._ddp = None, None
+        self._is_shared, self._owners, self._ddp = None, None, None
         self._take_uncompiled = uncompiled(_take, reason=_EAGER)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -178,15 +178,20 @@ class GradientOptimizer(torch.optim.Optimizer):
                 largest=self.largest,
             )
         )
-        pairs = zip(params, self._assignments[-1], strict=True)
-        in_ddp = self._modules.names if self._ddp is not None else {}
-        self._divided += [(p, a) for p, a in pairs if is_sharded(p) or id(p) in in_ddp]
-        self._owners = None
+        self._is_shared = None
 
     def _owners_now(self) -> Owners | None:
-        """Who owns which matrix, if processes share some. All of them call this together."""
-        if self._owners is None and self._divided:
-            self._owners = Owners(self._divided, self._ddp, self.shapes)
+        """Who owns which matrix, if processes share some. All of them call this together.
+
+        Not before the first step: a framework may make the optimizer first, and put shards into its groups.
+        """
+        if self._is_shared is None:
+            ddp = set(map(id, self._ddp.parameters())) if self._ddp is not None else set()
+            params = [p for group in self.param_groups for p in group["params"]]
+            pairs = zip(params, self.plan().assignments, strict=True)
+            shared = [(p, a) for p, a in pairs if is_sharded(p) or id(p) in ddp]
+            self._is_shared = bool(shared)
+            self._owners = Owners(shared, self._ddp, self.shapes) if shared else None
         return self._owners
 
     def plan(self) -> GradientPlan:
@@ -260,12 +265,13 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     def _take(self) -> None:
         self._flag.raise_pending()
+        owners = self._owners_now()
         moving, grads, is_new = list[Moving](), dict[str, Tensor](), False
         for group, of_group in zip(self.param_groups, self._assignments, strict=True):
             matrices, others = list[Member](), list[Member]()
             for p, a in zip(group["params"], of_group, strict=True):
                 if p.grad is not None:
-                    grads[a.name], state = gradient_of(p) if self._divided else p.grad, self.state[p]
+                    grads[a.name], state = p.grad if owners is None else gradient_of(p), self.state[p]
                     is_new = is_new or not state
                     (matrices if a.is_matrix else others).append((p, a, state))
             moving.append((matrices, others))
@@ -273,7 +279,6 @@ class GradientOptimizer(torch.optim.Optimizer):
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
         refuse_sparse(grads)
         asynchronous = is_asynchronous(next(iter(grads.values())).device)
-        owners = self._owners_now() if self._divided else None
         if not asynchronous:
             self._check(self._norm(grads), grads, "the gradient")
         step = self.param_groups[0]["steps"]
@@ -505,7 +510,7 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made anew, and without the hooks and the wrapped ``step`` of schedulers, as in torch."""
-        made_anew = ("_flag", "_graphs", "_owners", "_ddp")
+        made_anew = ("_flag", "_graphs", "_is_shared", "_owners", "_ddp")
         mine = {key: value for key, value in vars(self).items() if key not in made_anew and not callable(value)}
         return {key: value for key, value in mine.items() if not key.startswith("_optimizer_")}
 
@@ -536,7 +541,7 @@ class GradientOptimizer(torch.optim.Optimizer):
         # torch goes on in the tensors of the dictionary, cast to the type of the parameter: we keep copies as they are.
         for key, p in zip(keys, params, strict=True):
             for what, t in state_dict["state"].get(key, {}).items():
-                self.state[p][what] = t.to(p.device, copy=True) if isinstance(t, Tensor) else t
+                self.state[p][what] = divided_as(p, t.to(p.device, copy=True)) if isinstance(t, Tensor) else t
         if (owners := self._owners_now()) is not None:
             owners.from_checkpoint(self.state)
 

@@ -40,6 +40,15 @@ def gradient_of(p: Tensor) -> Tensor:
     return local(g if alike else g.redistribute(placements=like.placements))
 
 
+def divided_as(p: Tensor, t: Tensor) -> Tensor:
+    """A whole tensor of the shape of p, divided as p is; other tensors as they are."""
+    if not is_sharded(p) or is_sharded(t) or t.shape != p.shape:
+        return t
+    out = torch.empty_like(p, dtype=t.dtype)
+    local(out).copy_(Extent.of(t).cut(t, Extent.of(p)))
+    return out
+
+
 @final
 class Stage:
     """Matrices that travel and step together: all of them, where there is one process.

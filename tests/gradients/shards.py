@@ -94,7 +94,7 @@ class Pair(nn.Module):
 def build(layout: str, divided: bool) -> nn.Module:
     """The model, alone or divided."""
     if layout in ("fsdp", "hsdp", "ddp", "halves"):
-        return _built_net(layout) if divided else Net()
+        return _divide(Net(), layout) if divided else Net()
     model: Any = Pair(4 if layout == "experts" else 0)
     if not divided:
         return model
@@ -110,8 +110,7 @@ def build(layout: str, divided: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh["data"]) if layout == "fsdp_tp" else model
 
 
-def _built_net(layout: str) -> Any:
-    model: Any = Net()
+def _divide(model: Any, layout: str) -> Any:
     if layout == "ddp":
         return DistributedDataParallel(model)
     world = dist.get_world_size()
@@ -279,6 +278,21 @@ def main(folder: Path) -> None:
             model, opt = resumed(folder, layout, name)
             found["resumed", layout, name] = state_of(opt)
             found["went on", layout, name] = train(model, opt, range(STEPS, STEPS + AFTER), layout)
+    if world == 2:
+        model = build("fsdp", divided=False)
+        opt, names = ng.Natural(model, lr=0.01, iteration="minimax"), {p: name for name, p in model.named_parameters()}
+        _divide(model, "fsdp")
+        for group in opt.param_groups:
+            group["params"] = [model.get_parameter(names[p]) for p in group["params"]]
+        found["divided later"] = train(model, opt, range(STEPS), "fsdp")
+    for name in MAKES if world == 2 else ():
+        plain, model = build("fsdp", divided=False), build("fsdp", divided=True)
+        alone, opt = MAKES[name](plain), MAKES[name](model)
+        for step in range(2):
+            backward(plain, step, slice(None))
+            alone.step()
+        opt.load_state_dict(alone.state_dict())
+        found["of one", name] = state_of(alone), state_of(opt)
     torch.save(found, folder / f"{world}.{rank}.pt")
     if world == 2:
         faults(folder)

@@ -110,6 +110,18 @@ def test_a_checkpoint_goes_on_in_any_mesh(world: int, layout: str, name: str, fo
         assert float((went_on - after).norm() / after.norm()) <= (0 if world == 2 else 1e-12)
 
 
+def test_a_framework_may_divide_the_model_after_the_optimizer_was_made(found: Found) -> None:
+    assert torch.equal(found[2, 0]["divided later"], found[2, 0]["fsdp", "natural"])
+
+
+@pytest.mark.parametrize("name", shards.MAKES)
+def test_a_state_of_one_process_is_divided_where_it_is_loaded(name: str, found: Found) -> None:
+    for rank in range(2):
+        alone, loaded = found[2, rank]["of one", name]
+        assert alone.keys() == loaded.keys()
+        assert all(torch.equal(alone[key], loaded[key]) for key in alone)
+
+
 @pytest.mark.parametrize("name", shards.MAKES)
 def test_every_process_of_ddp_has_the_whole_state(name: str, found: Found) -> None:
     """So that one of them may write a checkpoint, which loads anywhere."""
