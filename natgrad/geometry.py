@@ -73,8 +73,11 @@ class NamedTensors(Mapping[str, Tensor], ABC):
         return self._tensors.items()
 
     # A Mapping compares its items, which is ambiguous for tensors: equality is identity.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(t.shape)}" for name, t in self.items())

@@ -626,7 +626,7 @@ class BatchedInverse:
     """
 
     def __init__(self) -> None:
-        self.graphs = GraphCache[None]()
+        self.graphs: GraphCache[None] = GraphCache[None]()
         self._count: Tensor | None = None  # of failures in the graph
         self._rows: dict[tuple[torch.Size, ...], Tensor] = {}  # which graphs read: they live as long as these
         self.failures: list[Tensor] = []  # numbers of failures, on their way to the host

@@ -206,7 +206,7 @@ class GraphCache(Generic[T]):
         self._on_copies = LRU[Hashable, _Graph[T]](capacity=capacity)
         self._buffer: Tensor | None = None  # bytes that all graphs of copies read, one after the other
         self._sightings = LRU[Hashable, int](capacity=_CAPACITY)  # of address patterns that have no graph
-        self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
+        self.stats: LRU[Hashable, ReplayStats] = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
         self._last_changes_address = False  # of the last computation that was asked for
         self._some_change_address = False  # of a computation so far

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ class Categorical(ExponentialFamily):
     minimal: bool = False
     axis: int | None = field(default=None, repr=False)  # not named in a checkpoint: those of 0.1.0 have none
 
-    natural_domain = Space()
-    support = C.one_hot
+    natural_domain: ClassVar[Domain] = Space()
+    support: ClassVar[C.Constraint] = C.one_hot
 
     def __post_init__(self) -> None:
         if self.axis is not None and (not is_number(self.axis, whole=True) or self.axis == 0):

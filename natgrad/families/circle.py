@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import distributions as D
 from torch.distributions import constraints as C
 
 from natgrad.families.base import ExponentialFamily, expect, natural_by_newton
-from natgrad.families.domains import Concave, Space
+from natgrad.families.domains import Concave, Domain, Space
 from natgrad.families.information import Information
 
 _SMALL = 1e-3  # κ² below which four terms of a series are exact in float64
@@ -34,9 +34,11 @@ class VonMises(ExponentialFamily):
         tensor([0., 0.])
     """
 
-    natural_domain = Space()
-    mean_domain = Concave(lambda xi: 1 - xi.norm(dim=-1, keepdim=True), ("a mean resultant length below 1",))
-    support = C.real
+    natural_domain: ClassVar[Domain] = Space()
+    mean_domain: ClassVar[Domain] = Concave(
+        lambda xi: 1 - xi.norm(dim=-1, keepdim=True), ("a mean resultant length below 1",)
+    )
+    support: ClassVar[C.Constraint] = C.real
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.cos(), x.sin()], -1)

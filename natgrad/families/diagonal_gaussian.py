@@ -22,7 +22,7 @@ from natgrad.families.base import (
     over_terms,
     shared_normals,
 )
-from natgrad.families.domains import Concave, OpenBox
+from natgrad.families.domains import Concave, Domain, OpenBox
 from natgrad.families.information import Information
 from natgrad.show import brief
 
@@ -49,8 +49,10 @@ class DiagonalGaussian(ExponentialFamily):
         tensor([ 0.5000, -0.3750])
     """
 
-    natural_domain = OpenBox((-math.inf, 0.0))
-    mean_domain = Concave(_mean_slacks, ("E x² = −2ξ₂ above 0", "variances −2ξ₂ − ξ₁² above 0, in units of E x²"))
+    natural_domain: ClassVar[Domain] = OpenBox((-math.inf, 0.0))
+    mean_domain: ClassVar[Domain] = Concave(
+        _mean_slacks, ("E x² = −2ξ₂ above 0", "variances −2ξ₂ − ξ₁² above 0, in units of E x²")
+    )
     support: ClassVar[C.Constraint] = C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ class LogNormal(DiagonalGaussian):
         tensor([ 0.5000, -0.3750])
     """
 
-    support = C.independent(C.positive, 1)
+    support: ClassVar[C.Constraint] = C.independent(C.positive, 1)
 
     def statistics(self, x: Tensor) -> Tensor:
         return super().statistics(x.log())
@@ -175,9 +177,9 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
 
     m: Tensor
 
-    natural_domain = OpenBox(0.0)
-    mean_domain = OpenBox(upper=0.0)
-    support = C.real_vector
+    natural_domain: ClassVar[Domain] = OpenBox(0.0)
+    mean_domain: ClassVar[Domain] = OpenBox(upper=0.0)
+    support: ClassVar[C.Constraint] = C.real_vector
 
     __repr__ = brief
 

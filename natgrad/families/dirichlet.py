@@ -11,7 +11,7 @@ from torch import distributions as D
 from torch.distributions import constraints as C
 
 from natgrad.families.base import ExponentialFamily, expect, natural_by_newton
-from natgrad.families.domains import Concave, OpenBox
+from natgrad.families.domains import Concave, Domain, OpenBox
 from natgrad.families.information import Information
 from natgrad.families.special import trigamma, trigamma_excess
 
@@ -28,8 +28,8 @@ class Dirichlet(ExponentialFamily):
         tensor([-1.0000, -1.0000])
     """
 
-    natural_domain = OpenBox(-1.0)
-    mean_domain = Concave(
+    natural_domain: ClassVar[Domain] = OpenBox(-1.0)
+    mean_domain: ClassVar[Domain] = Concave(
         lambda xi: -xi.logsumexp(-1, keepdim=True),
         ("Σ exp E log x below 1 (Jensen; equal if all data are the same)",),
     )
@@ -94,7 +94,7 @@ class Beta(Dirichlet):
         tensor([-1.0000, -1.0000])
     """
 
-    support = C.unit_interval
+    support: ClassVar[C.Constraint] = C.unit_interval
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.log(), torch.log1p(-x)], -1)

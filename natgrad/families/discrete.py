@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from natgrad.families.base import (
     over_terms,
     shared_normals,
 )
-from natgrad.families.domains import OpenBox, Space
+from natgrad.families.domains import Domain, OpenBox, Space
 from natgrad.families.information import Information
 from natgrad.families.special import expected_log, expected_log_factorial, log1mexp
 from natgrad.linalg import check_positive, is_number
@@ -36,7 +36,7 @@ class ScalarOutput(ExponentialFamily):
     """
 
     axes = 0
-    natural_domain = Space(axes=0)
+    natural_domain: ClassVar[Domain] = Space(axes=0)
 
     @abstractmethod
     def _variance(self, eta: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Coins(ExponentialFamily):
     """
 
     axes = 0
-    natural_domain = Space(axes=0)
+    natural_domain: ClassVar[Domain] = Space(axes=0)
 
     @property
     @abstractmethod
@@ -121,8 +121,8 @@ class Bernoulli(Coins, ScalarOutput):
     """
 
     coins = 1
-    mean_domain = OpenBox(0.0, 1.0, axes=0)
-    support = C.boolean
+    mean_domain: ClassVar[Domain] = OpenBox(0.0, 1.0, axes=0)
+    support: ClassVar[C.Constraint] = C.boolean
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         p = y.sigmoid()
@@ -156,8 +156,8 @@ class Poisson(ScalarOutput):
         tensor([0.])
     """
 
-    mean_domain = OpenBox(0.0, axes=0)
-    support = C.nonnegative_integer
+    mean_domain: ClassVar[Domain] = OpenBox(0.0, axes=0)
+    support: ClassVar[C.Constraint] = C.nonnegative_integer
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         rate = y.exp()
@@ -277,9 +277,9 @@ class NegativeBinomial(ExponentialFamily):
     total_count: float
 
     axes = 0
-    natural_domain = OpenBox(upper=0.0, axes=0)
-    mean_domain = OpenBox(0.0, axes=0)
-    support = C.nonnegative_integer
+    natural_domain: ClassVar[Domain] = OpenBox(upper=0.0, axes=0)
+    mean_domain: ClassVar[Domain] = OpenBox(0.0, axes=0)
+    support: ClassVar[C.Constraint] = C.nonnegative_integer
 
     def __post_init__(self) -> None:
         check_positive(self.total_count, "NegativeBinomial(total_count=…)")
@@ -330,9 +330,9 @@ class Geometric(ExponentialFamily):
     """
 
     axes = 0
-    natural_domain = OpenBox(upper=0.0, axes=0)
-    mean_domain = OpenBox(0.0, axes=0)
-    support = C.nonnegative_integer
+    natural_domain: ClassVar[Domain] = OpenBox(upper=0.0, axes=0)
+    mean_domain: ClassVar[Domain] = OpenBox(0.0, axes=0)
+    support: ClassVar[C.Constraint] = C.nonnegative_integer
 
     def _distribution(self, eta: Tensor) -> D.Distribution:
         return D.Geometric(probs=-torch.expm1(eta))

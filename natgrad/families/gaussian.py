@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -100,9 +100,9 @@ class FullGaussian(ExponentialFamily):
         tensor([0.5000, 1.0000])
     """
 
-    natural_domain = Cone(lambda eta: _unpack(eta)[1], "the precision matrix")
-    mean_domain = Cone(_moment_matrix, "the matrix of moments E (1, x)(1, x)ᵀ", 2.0)
-    support = C.real_vector
+    natural_domain: ClassVar[Domain] = Cone(lambda eta: _unpack(eta)[1], "the precision matrix")
+    mean_domain: ClassVar[Domain] = Cone(_moment_matrix, "the matrix of moments E (1, x)(1, x)ᵀ", 2.0)
+    support: ClassVar[C.Constraint] = C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
         return _pack(x, -0.5 * x.unsqueeze(-1) * x.unsqueeze(-2))
@@ -215,9 +215,9 @@ class GaussianKnownMean(ExponentialFamily):
 
     m: Tensor
 
-    natural_domain = Cone(square, "the precision matrix")
-    mean_domain = Cone(lambda xi: -2 * square(xi), "the covariance −2ξ", 2.0)
-    support = C.real_vector
+    natural_domain: ClassVar[Domain] = Cone(square, "the precision matrix")
+    mean_domain: ClassVar[Domain] = Cone(lambda xi: -2 * square(xi), "the covariance −2ξ", 2.0)
+    support: ClassVar[C.Constraint] = C.real_vector
 
     __repr__ = brief
 
@@ -298,9 +298,9 @@ class GaussianKnownCovariance(ExponentialFamily):
 
     Σ: Tensor
 
-    natural_domain = Space()
-    mean_domain = Space()
-    support = C.real_vector
+    natural_domain: ClassVar[Domain] = Space()
+    mean_domain: ClassVar[Domain] = Space()
+    support: ClassVar[C.Constraint] = C.real_vector
 
     __repr__ = brief
 

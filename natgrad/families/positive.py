@@ -12,7 +12,7 @@ from torch import distributions as D
 from torch.distributions import constraints as C
 
 from natgrad.families.base import ExponentialFamily, expect, expect_constant, natural_by_newton
-from natgrad.families.domains import Concave, OpenBox
+from natgrad.families.domains import Concave, Domain, OpenBox
 from natgrad.families.information import Information
 from natgrad.families.special import expected_log, trigamma, trigamma_excess
 from natgrad.linalg import check_positive
@@ -33,8 +33,8 @@ class Exponential(ExponentialFamily):
     """
 
     axes = 0
-    natural_domain = OpenBox(upper=0.0, axes=0)
-    mean_domain = OpenBox(0.0, axes=0)
+    natural_domain: ClassVar[Domain] = OpenBox(upper=0.0, axes=0)
+    mean_domain: ClassVar[Domain] = OpenBox(0.0, axes=0)
     support: ClassVar[C.Constraint] = C.nonnegative
 
     def _distribution(self, eta: Tensor) -> D.Distribution:
@@ -71,7 +71,7 @@ class Laplace(Exponential):
 
     centre: float = 0.0
 
-    support = C.real
+    support: ClassVar[C.Constraint] = C.real
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.centre):
@@ -110,7 +110,7 @@ class Weibull(Exponential):
 
     shape: float
 
-    support = C.positive
+    support: ClassVar[C.Constraint] = C.positive
 
     def __post_init__(self) -> None:
         check_positive(self.shape, "Weibull(shape=…)")
@@ -150,12 +150,12 @@ class Gamma(ExponentialFamily):
         tensor([ 1.0000, -3.0000], dtype=torch.float64)
     """
 
-    natural_domain = OpenBox((-1.0, -math.inf), (math.inf, 0.0))
-    mean_domain = Concave(
+    natural_domain: ClassVar[Domain] = OpenBox((-1.0, -math.inf), (math.inf, 0.0))
+    mean_domain: ClassVar[Domain] = Concave(
         lambda xi: torch.stack([xi[..., 1], xi[..., 1].log() - xi[..., 0]], -1),
         ("E x above 0", "E log x below log E x (Jensen; equal if all data are the same)"),
     )
-    support = C.positive
+    support: ClassVar[C.Constraint] = C.positive
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.log(), x], -1)
@@ -217,7 +217,7 @@ class InverseGaussianDistribution(D.Distribution):
     """
 
     arg_constraints: Any = {"loc": C.positive, "concentration": C.positive}  # noqa: RUF012 (torch's convention)
-    support = C.positive
+    support: ClassVar[C.Constraint] = C.positive
 
     def __init__(self, loc: Tensor, concentration: Tensor, validate_args: bool | None = None) -> None:
         self.loc, self.concentration = torch.broadcast_tensors(loc, concentration)
@@ -260,12 +260,12 @@ class InverseGaussian(ExponentialFamily):
         tensor([1., 2.])
     """
 
-    natural_domain = OpenBox(upper=0.0)
-    mean_domain = Concave(
+    natural_domain: ClassVar[Domain] = OpenBox(upper=0.0)
+    mean_domain: ClassVar[Domain] = Concave(
         lambda xi: torch.stack([xi[..., 0], xi[..., 1], 1 - xi.prod(-1).reciprocal()], -1),
         ("E x above 0", "E 1/x above 0", "E 1/x above 1/E x (Jensen; equal if all data are the same)"),
     )
-    support = C.positive
+    support: ClassVar[C.Constraint] = C.positive
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x, x.reciprocal()], -1)

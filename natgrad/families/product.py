@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ class ProductDistribution(D.Distribution):
     """Independent distributions with one batch shape; a draw is the concatenation of their flattened draws."""
 
     arg_constraints: Any = {}  # noqa: RUF012 (torch's convention)
-    support = C.real_vector
+    support: ClassVar[C.Constraint] = C.real_vector
 
     def __init__(self, blocks: Sequence[D.Distribution]) -> None:
         self.blocks = tuple(blocks)
-        self.sizes = [block.event_shape.numel() for block in self.blocks]
+        self.sizes: list[int] = [block.event_shape.numel() for block in self.blocks]
         super().__init__(self.blocks[0].batch_shape, torch.Size([sum(self.sizes)]), validate_args=False)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import distributions as D
 from torch.distributions import constraints as C
 
 from natgrad.families.base import ExponentialFamily, expect, natural_by_newton, seeded
-from natgrad.families.domains import Concave, Cone, DomainProduct, OpenBox
+from natgrad.families.domains import Concave, Cone, Domain, DomainProduct, OpenBox
 from natgrad.families.gaussian import cholesky_checked, inverse_of, side, square, symmetric
 from natgrad.families.information import Information
 from natgrad.families.special import trigamma, trigamma_excess
@@ -41,12 +41,14 @@ class Wishart(ExponentialFamily):
         tensor(-1.)
     """
 
-    natural_domain = DomainProduct((OpenBox(-1.0), Cone(square, "the inverse scale matrix V⁻¹")), (1, -1))
-    mean_domain = Concave(
+    natural_domain: ClassVar[Domain] = DomainProduct(
+        (OpenBox(-1.0), Cone(square, "the inverse scale matrix V⁻¹")), (1, -1)
+    )
+    mean_domain: ClassVar[Domain] = Concave(
         _mean_slacks,
         ("a positive definite E X = −2ξ₂", "E log|X| below log|E X| (Jensen; equal if all data are the same)"),
     )
-    support = C.positive_definite
+    support: ClassVar[C.Constraint] = C.positive_definite
 
     def statistics(self, x: Tensor) -> Tensor:
         log_det = torch.linalg.slogdet(x).logabsdet.unsqueeze(-1)

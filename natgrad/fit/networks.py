@@ -99,8 +99,10 @@ class LeastSquares:
         if not 0 < lr < math.inf:
             raise ValueError(f"LeastSquares(lr=…) must be positive and finite, got {lr}")
         self.classes = classes_of(residuals, params, memory)
-        self.rule = step or GeodesicSearch()
-        self.structure, self.solver, self.lr = structure, solver, lr
+        self.rule: StepRule | GeodesicSearch = step or GeodesicSearch()
+        self.structure: Structure | None = structure
+        self.solver: Solver | None = solver
+        self.lr: float = lr
         self.damping = damping
         self.steps = 0
         self.last: Step | None = None

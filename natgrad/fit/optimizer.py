@@ -62,7 +62,7 @@ class GaussNewton(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"GaussNewton takes the model, an nn.Module, not {type(model).__name__}")
-        self.problem = LeastSquares(
+        self.problem: LeastSquares = LeastSquares(
             residuals, model, structure=structure, solver=solver, step=step, damping=damping, lr=lr, memory=memory
         )
         self.last: Record | None = None

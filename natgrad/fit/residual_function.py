@@ -85,12 +85,15 @@ class FlatUnknowns:
     """A tensor, or tensors by name, of one fit or of b, as x [b n] and back; some of them may be fixed."""
 
     def __init__(self, like: Unknowns, batch: bool, fixed: Tensor | None) -> None:
-        self.like, self.batch = like, batch
+        self.batch: bool = batch
+        self.like = like
         tensors = dict(like) if isinstance(like, Mapping) else {"x": like}
         self._shapes = [p.shape[1 if batch else 0 :] for p in tensors.values()]
-        self.sizes = {name: shape.numel() for name, shape in zip(tensors, self._shapes, strict=True)}
-        self.start = self.flatten(like)
-        self.free = None if fixed is None else (~fixed).nonzero().squeeze(-1)  # the indices of what is not fixed
+        self.sizes: dict[str, int] = {name: shape.numel() for name, shape in zip(tensors, self._shapes, strict=True)}
+        self.start: Tensor = self.flatten(like)
+        self.free: Tensor | None = (
+            None if fixed is None else (~fixed).nonzero().squeeze(-1)
+        )  # the indices of what is not fixed
 
     @property
     def free_size(self) -> int:
@@ -156,7 +159,9 @@ class ResidualFunction:
     """
 
     def __init__(self, fun: Callable[..., Tensor], unknowns: FlatUnknowns, args: tuple[Any, ...]) -> None:
-        self.fun, self.args, self.unknowns, self.batch = fun, args, unknowns, unknowns.batch
+        self.args: tuple[Any, ...] = args
+        self.batch: bool = unknowns.batch
+        self.fun, self.unknowns = fun, unknowns
         self.shape: torch.Size | None = None  # of the residuals of one fit
         self._method: Differentiation | None = None  # not determined yet
         self._last: _Evaluation | None = None

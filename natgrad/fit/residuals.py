@@ -108,7 +108,8 @@ class ResidualsOfNetwork(nn.Module):
     def __init__(self, name: str, net: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.add_module(NETWORK_CHILD, net)
-        self.name, self.function = name, function
+        self.name: str = name
+        self.function = function
 
     def forward(self, *points: Tensor) -> Tensor:
         # A function may differentiate the network in x, also where nobody asks for a graph.

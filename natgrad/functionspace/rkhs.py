@@ -191,8 +191,12 @@ class FunctionalGradientDescent:
         for name, value in (("passes", passes), ("batch", 1 if batch is None else batch)):
             if not is_number(value, whole=True) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
-        self.kernel, self.loss, self.step, self.passes = kernel, loss, step, passes
-        self.batch, self.outputs, self.generator = batch, outputs, generator
+        self.kernel: ReproducingKernel = kernel
+        self.passes: int = passes
+        self.loss, self.step = loss, step
+        self.batch: int | None = batch
+        self.outputs: tuple[int, ...] | None = outputs
+        self.generator: torch.Generator | None = generator
         self._function: KernelSum | None = None
         self._losses: tuple[Tensor, ...] = ()
         self._targets: torch.Size | None = None  # the shape of one

@@ -96,7 +96,8 @@ class GradientPlan:
 
     assignments: tuple[Assignment, ...]
 
-    __repr__, _repr_html_ = brief, as_html
+    __repr__ = brief
+    _repr_html_ = as_html
 
     def __str__(self) -> str:
         adamw = [a.name for a in self.assignments if not a.is_matrix]
@@ -110,14 +111,18 @@ class Modules:
 
     def __init__(self, model: nn.Module | None) -> None:
         wrapping = [] if model is None else unwrapped(model)
-        self.model = wrapping[-1] if wrapping else None
+        self.model: nn.Module | None = wrapping[-1] if wrapping else None
         ddp = (module for module in wrapping if isinstance(module, DistributedDataParallel))
-        self.ddp = next((module for module in ddp if module.process_group.size() > 1), None)
+        self.ddp: DistributedDataParallel | None = next(
+            (module for module in ddp if module.process_group.size() > 1), None
+        )
         modules = [] if self.model is None else list(self.model.modules())
         params = {} if self.model is None else dict(self.model.named_parameters())
-        self.names = {id(p): name for name, p in params.items()}
+        self.names: dict[int, str] = {id(p): name for name, p in params.items()}
         self.reasons = {id(m.weight): "an embedding" for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-        self.kernels = {id(p) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for p in m.parameters()}
+        self.kernels: set[int] = {
+            id(p) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for p in m.parameters()
+        }
         getters = [m.get_output_embeddings for m in modules if hasattr(m, "get_output_embeddings")]
         if getters:  # the model says itself which head it has, or that it has none
             heads = [head for get in getters for head in _heads(get)]

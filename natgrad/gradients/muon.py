@@ -57,7 +57,7 @@ class Muon(GradientOptimizer):
     """
 
     polar = True
-    largest = 1
+    largest: int = 1
 
     def __init__(
         self,
@@ -74,7 +74,9 @@ class Muon(GradientOptimizer):
         check_rms("Muon", rms)
         check_iteration("Muon", iteration)
         check_types(nesterov=(nesterov, bool, "True or False"))
-        self.nesterov, self.rms, self.iteration = nesterov, rms, iteration
+        self.nesterov: bool = nesterov
+        self.rms: float = rms
+        self.iteration = iteration
         super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=Relative(1e-2))
 
     def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:

@@ -77,8 +77,8 @@ class Natural(GradientOptimizer):
         ...     opt.step()
     """
 
-    letters = ("S", "A")
-    largest = 1
+    letters: tuple[str, ...] = ("S", "A")
+    largest: int = 1
 
     def __new__(cls, *args: Any, **arguments: Any) -> Any:
         """A metric on the outputs needs the model's passes."""
@@ -105,7 +105,11 @@ class Natural(GradientOptimizer):
         check_rms("Natural", rms)
         check_iteration("Natural", iteration)
         check_types(polar=(polar, bool, "True or False"))
-        self.power, self.rms, self.polar, self.iteration, self.decay = power, rms, polar, iteration, decay
+        self.power: float = power
+        self.rms: float = rms
+        self.polar: bool = polar
+        self.decay: float = decay
+        self.iteration = iteration
         super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=damping)
 
     def statistics(self, batch: ShapeBatch) -> dict[str, Tensor]:

@@ -90,10 +90,15 @@ class Shampoo(GradientOptimizer):
         check_period("Shampoo", "inverse_every", inverse_every, early=early, largest=largest)
         if fit not in ("mean", "kl"):
             raise ValueError(f'Shampoo(fit=…) is "mean" or "kl", not {fit!r}')
-        self.power, self.rms, self.fit, self.decay = power, rms, fit, decay
-        self.every, self.early, self.largest = inverse_every, early, largest
-        self.decomposed = ("S^-p", "A^-p", *(("S^-½", "A^-½") if fit == "kl" else ()))
-        self.letters = ("S", "A", *self.decomposed)
+        self.power: float = power
+        self.rms: float = rms
+        self.decay: float = decay
+        self.fit = fit
+        self.every: int = inverse_every
+        self.early: bool = early
+        self.largest: int = largest
+        self.decomposed: tuple[str, ...] = ("S^-p", "A^-p", *(("S^-½", "A^-½") if fit == "kl" else ()))
+        self.letters: tuple[str, ...] = ("S", "A", *self.decomposed)
         super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=damping)
 
     def refreshes(self, step: int) -> bool:

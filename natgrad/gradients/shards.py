@@ -65,7 +65,9 @@ class Stage:
         owned: Collection[str] | None = None,
         back: tuple[Exchange, Tensor] | None = None,
     ) -> None:
-        self.members, self.grads, self.owned, self._back = members, grads, owned, back
+        self.grads: Mapping[str, Tensor] = grads
+        self.owned: Collection[str] | None = owned
+        self.members, self._back = members, back
 
     def send(self, directions: dict[str, Tensor]) -> None:
         """Directions set out to all processes that have the parameters."""

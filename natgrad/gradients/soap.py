@@ -73,8 +73,8 @@ class SOAP(GradientOptimizer):
         >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
     """
 
-    letters = ("S", "A", "Q", "P", "D")
-    decomposed = ("Q", "P", "D")
+    letters: tuple[str, ...] = ("S", "A", "Q", "P", "D")
+    decomposed: tuple[str, ...] = ("Q", "P", "D")
 
     def __init__(
         self,
@@ -96,8 +96,12 @@ class SOAP(GradientOptimizer):
         check_types(nesterov=(nesterov, bool, "True or False"))
         if moments not in ("carried", "sorted"):
             raise ValueError(f'SOAP(moments=…) is "carried" or "sorted", not {moments!r}')
-        self.nesterov, self.decay, self.every, self.early = nesterov, decay, basis_every, early
-        self.moments, self.largest = moments, largest
+        self.nesterov: bool = nesterov
+        self.decay: float = decay
+        self.every: int = basis_every
+        self.early: bool = early
+        self.largest: int = largest
+        self.moments = moments
         super().__init__(params, groups, lr=lr, weight_decay=weight_decay, momentum=momentum, damping=damping)
 
     def refreshes(self, step: int) -> bool:

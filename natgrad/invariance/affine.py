@@ -224,10 +224,10 @@ class Transformed(nn.Module):
         coordinates.inputs.check(spaces[0], f"the inputs of {name or 'the model'}")
         coordinates.outputs.check(spaces[1], f"the outputs of {name or 'the model'}")
         axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.ndim  # of the channels, in [n c *space]
-        self.before = FixedAffine(coordinates.inputs, axis, layer.weight)
+        self.before: FixedAffine = FixedAffine(coordinates.inputs, axis, layer.weight)
         self.layer = _in_coordinates(layer, coordinates)
-        self.after = FixedAffine(coordinates.outputs, axis, layer.weight)
-        self.padding = _zeros_around(layer)
+        self.after: FixedAffine = FixedAffine(coordinates.outputs, axis, layer.weight)
+        self.padding: list[int] = _zeros_around(layer)
 
     def forward(self, a: Tensor) -> Tensor:
         padded = F.pad(a, self.padding) if any(self.padding) else a
@@ -300,7 +300,9 @@ class TransformedRecurrent(nn.Module):
 
     def __init__(self, name: str, rnn: nn.RNNBase, bases: Bases) -> None:
         super().__init__()
-        self.batch_first, self.hidden, self.has_cell = rnn.batch_first, rnn.hidden_size, isinstance(rnn, nn.LSTM)
+        self.batch_first: bool = rnn.batch_first
+        self.hidden: int = rnn.hidden_size
+        self.has_cell: bool = isinstance(rnn, nn.LSTM)
         self.directions = 2 if rnn.bidirectional else 1
         suffixes = [f"{layer}{end}" for layer in range(rnn.num_layers) for end in ("", "_reverse")[: self.directions]]
         prefix = f"{name}." if name else ""

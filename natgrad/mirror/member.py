@@ -41,10 +41,11 @@ class Member(nn.Module):
     def __init__(self, family: ExponentialFamily, point: Tensor, chart: Chart = _NATURAL) -> None:
         super().__init__()
         check_slots(family=(family, ExponentialFamily), chart=(chart, Chart))
-        self.family, self.chart = family, chart
+        self.family: ExponentialFamily = family
+        self.chart: Chart = chart
         chart.domain(family).check(point.detach(), f"{chart.symbol} of {type(family).__name__}, at ")
         chart.across(family, point.detach())  # refuses a wrong shape
-        self.point = nn.Parameter(point.detach().clone())
+        self.point: nn.Parameter = nn.Parameter(point.detach().clone())
 
     def natural(self) -> Tensor:
         """η."""

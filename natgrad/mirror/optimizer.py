@@ -76,7 +76,8 @@ class MirrorDescent(torch.optim.Optimizer):
         check_slots(boundary=(boundary, Boundary))
         if not callable(descent):
             raise TypeError(f"descent must be mirror_step, natural_step, or a function as they are, got {descent!r}")
-        self.descent, self.boundary = descent, boundary
+        self.boundary: Boundary = boundary
+        self.descent = descent
         self.last: tuple[tuple[str, Move], ...] = ()
         self._members: dict[int, Member] = {}
         self._warned: set[str] = set()

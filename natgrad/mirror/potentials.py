@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class SquaredNorm(Potential):
         tensor(2.)
     """
 
-    domain = Space()
-    dual_domain = Space()
+    domain: ClassVar[Domain] = Space()
+    dual_domain: ClassVar[Domain] = Space()
 
     def value(self, x: Tensor) -> Tensor:
         return 0.5 * x.square().sum()
@@ -143,8 +143,8 @@ class Quadratic(Potential):
         """From a symmetric positive definite matrix [p q]."""
         return Quadratic(dense(checked_square(matrix, "Quadratic.of(matrix)")))
 
-    domain = Space()
-    dual_domain = Space()
+    domain: ClassVar[Domain] = Space()
+    dual_domain: ClassVar[Domain] = Space()
 
     @cached_property
     def _inverse(self) -> Inverse:
@@ -296,8 +296,8 @@ class NegativeEntropy(Potential):
         tensor([1.])
     """
 
-    domain = OpenBox(lower=0.0)
-    dual_domain = Space()
+    domain: ClassVar[Domain] = OpenBox(lower=0.0)
+    dual_domain: ClassVar[Domain] = Space()
 
     def value(self, x: Tensor) -> Tensor:
         self.domain.check_closure(x, "x")
@@ -339,8 +339,8 @@ class BinaryEntropy(Potential):
         tensor([0.5000])
     """
 
-    domain = OpenBox(0.0, 1.0)
-    dual_domain = Space()
+    domain: ClassVar[Domain] = OpenBox(0.0, 1.0)
+    dual_domain: ClassVar[Domain] = Space()
 
     def value(self, x: Tensor) -> Tensor:
         self.domain.check_closure(x, "x")
@@ -387,8 +387,8 @@ class SimplexEntropy(Potential):
         tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
-    domain = Simplex()
-    dual_domain = Space()
+    domain: ClassVar[Domain] = Simplex()
+    dual_domain: ClassVar[Domain] = Space()
 
     def value(self, x: Tensor) -> Tensor:
         self.domain.check_closure(x, "x")
@@ -433,8 +433,8 @@ class LogBarrier(Potential):
         tensor([-0.5000])
     """
 
-    domain = OpenBox(lower=0.0)
-    dual_domain = OpenBox(upper=0.0)
+    domain: ClassVar[Domain] = OpenBox(lower=0.0)
+    dual_domain: ClassVar[Domain] = OpenBox(upper=0.0)
 
     def value(self, x: Tensor) -> Tensor:
         self.domain.check(x, "x")

@@ -110,7 +110,8 @@ class Group(Processes):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         group: dist.ProcessGroup = ddp.process_group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
         self._group, self._device, self._ddp = group, next(iter(ddp.parameters())).device, ddp
 
     def raise_together(self, problem: Exception | None) -> None:

@@ -147,23 +147,28 @@ class MetricTracker:
         world: Processes,
         parameters: ParameterTable,
     ) -> None:
-        self.schedule, self.structure, self.world = schedule, schedule.structure, world
-        self.parameters, self.device = parameters, observer.model.example.device
-        self.metric, self.generator = observer.metric, generator
-        self.initial_observer = self.observer = observer  # ``initial_observer``: before parameters are left out
+        self.schedule: Refresh = schedule
+        self.world: Processes = world
+        self.structure = schedule.structure
+        self.parameters: ParameterTable = parameters
+        self.device: torch.device = observer.model.example.device
+        self.metric: OutputMetric = observer.metric
+        self.generator: torch.Generator = generator
+        self.observer: Observer = observer
+        self.initial_observer: Observer = observer  # before parameters are left out
         self.average: Operator | None = constant(self.structure, observer.model)
-        self.constant = self.average is not None  # nothing is estimated, and no pass is looked at
+        self.constant: bool = self.average is not None  # nothing is estimated, and no pass is looked at
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
-        self.absorbed = False  # an estimate of this step is in the average
-        self.weight = EmaWeight(schedule.decay)
-        self.step = 0
-        self.estimated = 0  # the step in which the metric was last estimated
-        self.estimates = 0  # steps of this process in which it was
-        self.joined = False  # whether ``fresh`` is that of all processes
+        self.absorbed: bool = False  # an estimate of this step is in the average
+        self.weight: EmaWeight = EmaWeight(schedule.decay)
+        self.step: int = 0
+        self.estimated: int = 0  # the step in which the metric was last estimated
+        self.estimates: int = 0  # steps of this process in which it was
+        self.joined: bool = False  # whether ``fresh`` is that of all processes
         self._examples = 0  # in ``fresh``
         self._unreached: frozenset[str] | None = None  # the outputs of no estimate of this step depend on them
         self._problem: Exception | None = None  # of a pass of this step, where there are several processes
-        self.together = False  # all processes are in a pass together, and raise together
+        self.together: bool = False  # all processes are in a pass together, and raise together
         # The state of the generator, if a state was loaded whose average has the passes of this step.
         self._counted: Tensor | None = None
 
@@ -269,7 +274,8 @@ class MetricTracker:
 
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
-        self.fresh, self.absorbed, self.joined = None, False, False
+        self.joined = False
+        self.fresh, self.absorbed = None, False
         self._examples, self.weight.examples = 0, 0
         self._unreached, self._problem, self.together, self._counted = None, None, False, None
 
@@ -493,7 +499,8 @@ class Source(ABC):
     """
 
     def __init__(self, tracker: MetricTracker, watchers: Sequence[Watcher]) -> None:
-        self.tracker, self.watchers = tracker, watchers
+        self.tracker: MetricTracker = tracker
+        self.watchers: Sequence[Watcher] = watchers
 
     def refresh(self, x: Inputs, target: Any) -> None:
         """Estimate the metric in a forward pass of our own."""
@@ -593,7 +600,7 @@ class PassSource(Source):
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
         # A hook on a compiled module itself runs outside of the compiled code.
-        self.watched = next((module for module in wrapping if is_compiled(module)), tracker.module)
+        self.watched: nn.Module = next((module for module in wrapping if is_compiled(module)), tracker.module)
         self._follow()
 
     def _follow(self) -> None:

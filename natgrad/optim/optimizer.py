@@ -248,11 +248,15 @@ class NaturalGradient(torch.optim.Optimizer):
         else:
             check_source(schedule.structure, metric.source)
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
-        self.rule, self.momentum_on, self.nesterov = step, momentum_on, nesterov
+        self.rule: StepRule = step
+        self.nesterov: bool = nesterov
+        self.momentum_on = momentum_on
         queried = not isinstance(step, PlainRule)
         ruled = not of_gradients and schedule.structure.uncovered() is not None  # rules matter
-        self.parameters = ParameterTable(whole.params, by_adamw=by_adamw, backups=backups, ruled=ruled)
-        self.tracker = MetricTracker(observer, schedule, generator=generator, world=world, parameters=self.parameters)
+        self.parameters: ParameterTable = ParameterTable(whole.params, by_adamw=by_adamw, backups=backups, ruled=ruled)
+        self.tracker: MetricTracker = MetricTracker(
+            observer, schedule, generator=generator, world=world, parameters=self.parameters
+        )
         # A metric of gradients sees no forward pass.
         state = ModelState(whole, self.tracker.module, [] if of_gradients else blocks)
         self.watchers: list[Watcher] = [ModelWatch(state)]
@@ -265,7 +269,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if not of_gradients:
             kind = BackwardSource if metric.source == "backward" else OutputSource
             self.source = kind(self.tracker, self.watchers, model_state=state, wrapping=wrapping, queried=queried)
-        self.preconditioner = Preconditioner(
+        self.preconditioner: Preconditioner = Preconditioner(
             solver,
             schedule,
             damping=damping,
@@ -273,7 +277,7 @@ class NaturalGradient(torch.optim.Optimizer):
             world=world,
             power_share=step.power_share,
         )
-        self.flag = Flag()
+        self.flag: Flag = Flag()
         # Gradients that are too many to copy lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[PlainStep, Tensor | None]] = GraphCache(capacity=4)
         self._params = whole.params

@@ -42,9 +42,10 @@ class ParameterTable:
     """
 
     def __init__(self, names: Iterable[str], *, by_adamw: Iterable[str], backups: Iterable[str], ruled: bool) -> None:
-        self.backups, self._by_adamw = frozenset(backups), frozenset(by_adamw)
-        self.ruleless_fallback = self.backups if ruled else frozenset()
-        self.status = dict.fromkeys(names, ParameterStatus.METRIC)
+        self.backups: frozenset[str] = frozenset(backups)
+        self._by_adamw = frozenset(by_adamw)
+        self.ruleless_fallback: frozenset[str] = self.backups if ruled else frozenset()
+        self.status: dict[str, ParameterStatus] = dict.fromkeys(names, ParameterStatus.METRIC)
         self.reset({})
 
     def reset(self, names: Mapping[ParameterStatus, Iterable[str]]) -> None:
@@ -73,11 +74,12 @@ class ParameterTable:
 
     def _collect(self) -> None:
         names = {status: frozenset(n for n, its in self.status.items() if its is status) for status in ParameterStatus}
-        self.ruleless = names[ParameterStatus.RULELESS]
-        self.pending, self.outside = names[ParameterStatus.PENDING], names[ParameterStatus.OUTSIDE]
-        self.unseen = names[ParameterStatus.UNSEEN] | self.pending | self.outside
-        self.without_metric = names[ParameterStatus.ADAMW] | self.ruleless  # they are not in its model
-        self.adamw = self.without_metric | (self.outside & self.backups)
+        self.ruleless: frozenset[str] = names[ParameterStatus.RULELESS]
+        self.pending: frozenset[str] = names[ParameterStatus.PENDING]
+        self.outside: frozenset[str] = names[ParameterStatus.OUTSIDE]
+        self.unseen: frozenset[str] = names[ParameterStatus.UNSEEN] | self.pending | self.outside
+        self.without_metric: frozenset[str] = names[ParameterStatus.ADAMW] | self.ruleless  # they are not in its model
+        self.adamw: frozenset[str] = self.without_metric | (self.outside & self.backups)
 
 
 # What AdamW steps from the beginning.

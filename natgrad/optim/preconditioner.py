@@ -43,16 +43,20 @@ class Preconditioner:
         world: Processes,
         power_share: float,
     ) -> None:
-        self.solver, self.schedule, self.world, self.power_share = solver, schedule, world, power_share
+        self.solver: Solver = solver
+        self.schedule: Refresh = schedule
+        self.world: Processes = world
+        self.power_share: float = power_share
         self.inverse: Inverse | None = None
         self.warm: dict[str, Tensor] | None = None  # what the first inverse of an iterative solver starts from
         self.damping = damping  # of the inverse
-        self.outdated = False  # the metric has been estimated since it was inverted
-        self.inverted = 0  # the step in which the inverse was made
+        self.outdated: bool = False  # the metric has been estimated since it was inverted
+        self.inverted: int = 0  # the step in which the inverse was made
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
         self._device = device
-        self.inversions = self.failures = 0  # of this process
-        self.version = 0  # changes with the memory that the inverse is in
+        self.inversions: int = 0  # of this process
+        self.failures: int = 0
+        self.version: int = 0  # changes with the memory that the inverse is in
         self.unseen: frozenset[str] = frozenset()  # parameters that no pass had used when the inverse was made
         # In a step: its number, its metric, whether the last inverse has been overwritten, and whether a layer is new.
         self._step, self._overwritten, self._grown = 0, False, False
@@ -131,7 +135,8 @@ class Preconditioner:
                 self.inverse = last.copy_into(self.inverse)
             self._overwritten |= self.inverse is last
             self.version += self.inverse is not last
-        self.damping, self.outdated = damping, False
+        self.outdated = False
+        self.damping = damping
         self.unseen, self._grown = G.unseen, False
         assert self.inverse is not None
         return self.inverse

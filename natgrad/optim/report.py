@@ -81,7 +81,8 @@ class Plan:
     element: int  # bytes a number
     notes: tuple[str, ...]
 
-    __repr__, _repr_html_ = brief, as_html
+    __repr__ = brief
+    _repr_html_ = as_html
 
     @property
     def uncovered(self) -> tuple[str, ...]:
@@ -405,7 +406,8 @@ class Diagnostics:
     step: float
     accepted: bool
 
-    __repr__, _repr_html_ = brief, as_html
+    __repr__ = brief
+    _repr_html_ = as_html
 
     def numbers(self) -> dict[str, float]:
         """Conditions and steps of every layer, by its first parameter, as ``opt.metrics(layers=True)`` has them."""

@@ -259,7 +259,9 @@ class ParamUpdate:
         rates: Sequence[Rate] | None = None,
         weights: Sequence[Rate] | None = None,
     ) -> None:
-        self.without_grad, self.state, self.groups = without_grad, state, list[GroupUpdate]()
+        self.without_grad: frozenset[str] = without_grad
+        self.state: MutableMapping[Tensor, Any] = state
+        self.groups: list[GroupUpdate] = list[GroupUpdate]()
         self.momentum_on = momentum_on
         rates = rates or [group["lr"] for group in groups]
         of_momenta: Sequence[Rate | None] = weights or [None] * len(groups)

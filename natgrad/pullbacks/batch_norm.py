@@ -52,7 +52,8 @@ class Statistics:
 
     def __init__(self) -> None:
         # Read by the backward pass, which may run in another thread.
-        self.frozen = self.affine = False
+        self.frozen: bool = False
+        self.affine: bool = False
         self.pairs: list[str] = []  # the names of those that normalised two values a channel
 
     @contextmanager

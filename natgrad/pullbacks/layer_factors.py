@@ -97,7 +97,7 @@ class VisiblePositions:
         self._tape, self._root = tape, root
         self._kinds = [kind for layer in layers for kind in layer.kinds if has_several(tape, kind)]
         self._gates = _gates(tape) if self._kinds else []
-        self.gated = bool(self._gates)  # whether cotangents that are zero do not tell what the loss sees
+        self.gated: bool = bool(self._gates)  # whether cotangents that are zero do not tell what the loss sees
         self._unread = self.gated and not can_read(tape.y)
         if self._unread:  # all positions may be reached, but to look would be to wait
             _ = self._masks

@@ -178,7 +178,7 @@ class ParameterGroup(nn.Module):
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__()
-        self.shapes = dict(shapes)
+        self.shapes: dict[str, torch.Size] = dict(shapes)
 
 
 @final

@@ -88,13 +88,19 @@ def _memory_of(t: Tensor) -> int:
 class Operand:
     """A parameter, or a function of parameters, as an operation read it."""
 
+    storage: int
+
     def __init__(self, t: Tensor, copies: Mapping[int, tuple[int, tuple[Copy, ...]]]) -> None:
         # At once: an in-place operation changes it.
         self.at: Tensor | GradientEdge = t if t.is_leaf else get_gradient_edge(t)
         self.storage, self._copies = copies.get(storage(t), (_memory_of(t), ()))
-        self.shape, self.dtype, self._stride, self._start = t.shape, t.dtype, t.stride(), int(t.storage_offset())
+        self.shape: torch.Size = t.shape
+        self.dtype: torch.dtype = t.dtype
+        self._stride, self._start = t.stride(), int(t.storage_offset())
         # 1 where it was expanded.
-        self.unexpanded = tuple(1 if step == 0 else size for size, step in zip(t.shape, t.stride(), strict=True))
+        self.unexpanded: tuple[int, ...] = tuple(
+            1 if step == 0 else size for size, step in zip(t.shape, t.stride(), strict=True)
+        )
 
     @property
     def edge(self) -> GradientEdge:

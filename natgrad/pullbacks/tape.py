@@ -188,8 +188,8 @@ class Recorder:
     def __init__(self, model: Model, blocks: Sequence[Block], of_user: bool = False) -> None:
         self.uses: list[Use] = []
         self._of_user = of_user  # a pass of the user, inside which the library may run its own passes
-        self.blocks = list(blocks)
-        self.statistics = Statistics()
+        self.blocks: list[Block] = list(blocks)
+        self.statistics: Statistics = Statistics()
         self._model = model
         kinds = [kind for block in blocks for kind in block.kinds]
         self._rules = {layer: kind.rule for kind in kinds for layer in kind.modules if kind.rule}

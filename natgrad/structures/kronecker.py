@@ -302,7 +302,7 @@ class KroneckerInBackward:
         memo = tape.memo.setdefault(("turn", self._turn), {})
         self._layers, self._tape, self._graphs = layers, replace(self._hooks.tape, memo=memo), pullback.graph_cache
         self._reached = layers.reached_positions(self._tape)
-        self.asks_outputs = may_hide(tape, split.used)  # cotangents of layers do not tell what the loss sees
+        self.asks_outputs: bool = may_hide(tape, split.used)  # cotangents of layers do not tell what the loss sees
 
     @property
     def arrived(self) -> bool:

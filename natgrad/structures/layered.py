@@ -1321,7 +1321,8 @@ class FactorAverage(FactorSink):
         *,
         lenient: bool = False,
     ) -> None:
-        self.average, self.numbers = average, numbers
+        self.average: LayerOperator = average
+        self.numbers: Sequence[int] = numbers
         self._weight, self._lenient = weight, lenient
         self._left_out: list[str] = []  # titles of layers
         self._group_weights: dict[int, Tensor] = {}

@@ -38,8 +38,8 @@ class Stationary(Covariance):
         if scale.ndim > 1 or not bool((scale > 0).all() & scale.isfinite().all()):
             raise ValueError(f"lengthscale must be a positive number, or one per coordinate [d], got {lengthscale}")
         check_positive(variance, "variance")
-        self.log_lengthscale = nn.Parameter(scale.log())
-        self.log_variance = nn.Parameter(torch.tensor(math.log(variance)))
+        self.log_lengthscale: nn.Parameter = nn.Parameter(scale.log())
+        self.log_variance: nn.Parameter = nn.Parameter(torch.tensor(math.log(variance)))
 
     @abstractmethod
     def profile(self, u: Tensor) -> Tensor:
@@ -144,8 +144,9 @@ class SparseGP(LatentGaussian):
             raise ValueError(f"jitter must be ≥ 0, got {jitter}")
         check_finite(inducing, "SparseGP: the inducing points")
         super().__init__(likelihood, inducing.flatten(1)[:, 0])
-        self.kernel, self.jitter = kernel, jitter
-        self.inducing = nn.Parameter(inducing.detach().clone())
+        self.kernel: Covariance = kernel
+        self.jitter: float = jitter
+        self.inducing: nn.Parameter = nn.Parameter(inducing.detach().clone())
 
     def project(self, x: Tensor) -> Projection:
         """a [n m] and r [n] at inputs x."""

@@ -148,8 +148,8 @@ class Laplace:
         check_slots(structure=(structure, Structure))
         structure.require_whole("Laplace")
         check_precision(prior_precision, learnable=True)
-        self.model = Model.of(model, heads=metric.heads)
-        self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
+        self.model: Model = Model.of(model, heads=metric.heads)
+        self.mode: Vector = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
         self.operator, self.examples, self._outputs = _mean_metric(
             self.model, x, metric, structure, target, generator
         )  # G, N and the number of all outputs

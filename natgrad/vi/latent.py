@@ -416,7 +416,7 @@ class BayesianLinear(LatentGaussian):
             raise ValueError(f"BayesianLinear needs features ≥ 1, got {features}")
         check_precision(prior_precision)
         super().__init__(likelihood, torch.empty(features))
-        self.prior_precision = float(prior_precision)
+        self.prior_precision: float = float(prior_precision)
 
     def project(self, x: Tensor) -> Projection:
         if x.ndim != 2 or x.shape[1] != len(self.shift):

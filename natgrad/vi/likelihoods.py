@@ -61,7 +61,7 @@ class GaussianNoise(Likelihood):
     def __init__(self, variance: float = 1.0) -> None:
         super().__init__()
         check_positive(variance, "GaussianNoise(variance)")
-        self.log_variance = nn.Parameter(torch.tensor(math.log(variance)))
+        self.log_variance: nn.Parameter = nn.Parameter(torch.tensor(math.log(variance)))
 
     def check(self, y: Tensor) -> None:
         _check_support(y, y.isfinite(), "is not a finite number: drop the example, or impute it")
@@ -199,7 +199,8 @@ class StudentNoise(Quadrature):
     def __init__(self, degrees: float, scale: float = 1.0, nodes: int = 20) -> None:
         super().__init__(nodes)
         check_positive(torch.tensor([degrees, scale]), "StudentNoise(degrees, scale)")
-        self.degrees, self.scale = degrees, scale
+        self.degrees: float = degrees
+        self.scale: float = scale
 
     @property
     def concave(self) -> bool:

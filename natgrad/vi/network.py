@@ -146,10 +146,13 @@ class VariationalNetwork:
         structure.require_whole("VariationalNetwork")
         if pairs < 1:
             raise ValueError(f"VariationalNetwork(pairs=…) needs one pair of samples or more, got {pairs}")
-        self.model = Model.of(model)
-        self.metric, self.structure, self.prior = metric, structure, prior
-        self.rates, self.pairs = rates or Rates(), pairs
-        self.generator = generator or fresh_generator(self.model.example.device)
+        self.model: Model = Model.of(model)
+        self.metric: OutputMetric = metric
+        self.structure: Structure = structure
+        self.prior: Prior = prior
+        self.rates: Rates = rates or Rates()
+        self.pairs: int = pairs
+        self.generator: torch.Generator = generator or fresh_generator(self.model.example.device)
         # One for all steps: it caches what it learns about the model, and logs it once.
         self._view = Observer(self.model, metric, layers_of(self.model), self.generator)
         self._posterior: tuple[Operator, Inverse] | None = None

@@ -35,7 +35,8 @@ class Watcher(ABC):  # noqa: B024 - a watcher writes what it wants to be told
     """
 
     def __init__(self, *, strict: bool = False, silent: bool = False) -> None:
-        self.strict, self.silent = strict, silent
+        self.strict: bool = strict
+        self.silent: bool = silent
         self._said: set[str] = set()
 
     def outputs(self, raw: Any, tensors: Sequence[Tensor], params: Mapping[str, Tensor]) -> None:  # noqa: B027

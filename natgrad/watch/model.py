@@ -39,12 +39,14 @@ class ModelState:
         self._parents = [(m, key, child) for m in modules for key, child in children_in(m).items()]
         self._owners = [(m, key, p) for m in modules for key, p in parameters_in(m).items() if id(p) in mine]
         # Parameters that no module holds under a key: only ``named_parameters`` of the user's class lists them.
-        self.hides_parameters = bool(mine - {id(p) for _, _, p in self._owners})
-        self.frozen_at_first = [
+        self.hides_parameters: bool = bool(mine - {id(p) for _, _, p in self._owners})
+        self.frozen_at_first: list[tuple[str, nn.Parameter]] = [
             (name, p) for name, p in module.named_parameters() if not p.requires_grad and id(p) not in mine
         ]
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
-        self.first_seen = [(p, *_kind(p)) for p in model.params.values()]
+        self.first_seen: list[tuple[Tensor, torch.dtype, torch.device]] = [
+            (p, *_kind(p)) for p in model.params.values()
+        ]
         ruled = ((block, m) for block in blocks for kind in block.kinds if kind.rule for m in kind.modules)
         self._forwards = [(block.title, m, _own_forward(m), type(m).forward) for block, m in ruled]
 
