@@ -12,7 +12,7 @@ from natgrad.model import OpaqueNetwork
 
 @final
 class TangentModel(OpaqueNetwork):
-    """A network that moves in its tangent space only, to compare the training of the network itself with.
+    """A network that moves in its tangent space only, to compare ordinary training with.
 
     It is a module like any other: all optimizers, metrics and structures of natgrad and torch train it.
 

@@ -189,8 +189,10 @@ def reparametrisation(
 
         For an over-parametrised model the gap on the model is rounding, and the gap on the parameters is not. This is
         their theorem 2, for the whole metric and a generalised inverse; ``caveats`` says where it does not apply: with
-        damping, a part of the metric or samples of it. It also says where the rank of the metric is not constant, as
-        ``diagnose`` finds: there parametrisations that no map relates can differ.
+        damping, a part of the metric or samples of it.
+
+        It also says where the rank of the metric is not constant, as ``diagnose`` finds: there parametrisations that no
+        map relates can differ.
 
     Example:
         >>> import torch, natgrad as ng

@@ -17,7 +17,7 @@ from natgrad.structures.dense import DenseOperator
 @final
 @dataclass(frozen=True, repr=False)
 class SumOperator(Operator):
-    """The sum of metrics on the same parameters: that of a new task and of an old one, of a loss and of a prior.
+    """The sum of metrics on the same parameters, such as those of a new task and an old one.
 
     Args:
         parts: The operators G_i, in any structures. ``DiagonalOperator(G.layout, values)`` makes one of numbers.
@@ -52,6 +52,7 @@ class SumOperator(Operator):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]  # of the parts
+        """The names and shapes of the parameters, as in all parts."""
         return self.parts[0].layout
 
     def _sum(self, of: Callable[[Operator], Tensor]) -> Tensor:
