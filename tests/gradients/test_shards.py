@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,29 +20,13 @@ RANKS = [(world, rank) for world in shards.LAYOUTS for rank in range(world)]
 Found = dict[tuple[int, int], dict[Any, Any]]
 
 
-def run(world: int, folder: Path) -> None:
-    """``main`` of ``shards`` in several processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gradients.shards", str(folder)]
-    with (folder / "errors.txt").open("w+") as errors:
-        ranks = [
-            subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}, stderr=errors)
-            for rank in range(world)
-        ]
-        codes = [rank.wait(timeout=400) for rank in ranks]
-        errors.seek(0)
-        assert not any(codes), errors.read()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("shards")
-    for world in shards.LAYOUTS:
-        run(world, where)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gradients.shards", str(where)]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=shared, capture_output=True, text=True, timeout=600, check=False)
+    assert not ended.returncode, ended.stderr
     return where
 
 
