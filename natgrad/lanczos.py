@@ -116,7 +116,7 @@ class SpectralDensity:
             total = float(counts[first:].sum())
             low += total - (0.0 if self.exhausted else float(counts[first : first + 1].sum()))
             high += total + (0.0 if self.exhausted else float(counts[max(first - 1, 0) : first].sum()))
-        return low / len(self.values), high / len(self.values)
+        return low / len(self.values), min(high / len(self.values), float(self.size))  # not more, by rounding
 
     def histogram(self, edges: Tensor) -> Tensor:
         """The number of eigenvalues in each of the intervals [e_i, e_i+1), for ascending ``edges`` [m + 1]."""

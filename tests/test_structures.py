@@ -178,8 +178,8 @@ def test_average_is_corrected_for_its_start() -> None:
 anything = cast(Any, ng)  # calls that a type checker would refuse as well
 REFUSED = [
     (lambda: ng.Refresh(ng.Dense(), every=0), ValueError, r"Refresh\(every=…\) must be at least 1, got 0"),
-    (lambda: ng.Refresh(ng.Dense(), decay=1.0), ValueError, r"Refresh\(decay=…\) must be in \[0, 1\), got 1.0"),
-    (lambda: ng.Refresh(ng.Dense(), decay=-0.1), ValueError, r"Refresh\(decay=…\) must be in \[0, 1\), got -0.1"),
+    (lambda: ng.Refresh(ng.Dense(), decay=1.5), ValueError, r"Refresh\(decay=…\) must be in \[0, 1\], got 1.5"),
+    (lambda: ng.Refresh(ng.Dense(), decay=-0.1), ValueError, r"Refresh\(decay=…\) must be in \[0, 1\], got -0.1"),
     (lambda: anything.Refresh(ng.Dense), TypeError, r"natgrad Structure, got the class Dense: write Dense\("),
     (lambda: anything.Refresh("dense"), TypeError, "structure must be a natgrad Structure, got 'dense'"),
     (lambda: anything.Refresh(ng.CG()), TypeError, r"structure must be a natgrad Structure, got CG\("),

@@ -17,6 +17,7 @@ from tests.gradients import shards
 
 ROOT = Path(__file__).parents[2]
 RANKS = [(world, rank) for world in shards.LAYOUTS for rank in range(world)]
+BOUNDS = {"soap": 1e-3}  # rounding chooses the basis of a null space; all others 1e-12
 Found = dict[tuple[int, int], dict[Any, Any]]
 
 
@@ -49,9 +50,8 @@ def test_processes_take_the_steps_of_one(world: int, layout: str, name: str, fou
     model = shards.build(layout, divided=False)
     opt = shards.MAKES[name](model)
     expected, metrics = shards.train(model, opt, range(shards.STEPS), layout), opt.metrics(layers=True)
-    bound = 1e-3 if name == "soap" else 1e-12  # rounding chooses the basis of a null space
     for rank in range(world):
-        assert float((found[world, rank][layout, name] - expected).norm() / expected.norm()) < bound
+        assert float((found[world, rank][layout, name] - expected).norm() / expected.norm()) < BOUNDS.get(name, 1e-12)
         for key, told in found[world, rank]["metrics", layout, name].items():
             if "step_rms" in key and name != "soap":
                 torch.testing.assert_close(told, metrics[key], rtol=1e-11, atol=0)
@@ -154,5 +154,6 @@ def test_a_mesh_of_one_process_takes_the_steps_of_no_mesh(name: str, tmp_path: P
         dist.destroy_process_group()
     alone = shards.build("fsdp", divided=False)
     opt = shards.MAKES[name](alone)
-    torch.testing.assert_close(end, shards.train(alone, opt, range(shards.STEPS), "fsdp"), rtol=1e-12, atol=1e-14)
+    expected = shards.train(alone, opt, range(shards.STEPS), "fsdp")
+    assert float((end - expected).norm() / expected.norm()) < BOUNDS.get(name, 1e-12)
     assert state.keys() == shards.state_of(opt).keys()
