@@ -206,8 +206,8 @@ LINES: dict[str, int] = {
     "rules": 1303,
     "solve": 241,
     "step": 853,
-    "structures": 3394,
-    "vi": 1292,
+    "structures": 3373,
+    "vi": 1291,
     "watch": 575,
 }
 

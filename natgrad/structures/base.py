@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.fused import copy_, nonfinite, pairing, scaled
+from natgrad.accelerate.temporaries import at_once
 from natgrad.errors import IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import (
@@ -36,6 +37,7 @@ from natgrad.linalg import (
     refuse_singular,
 )
 from natgrad.model import Model, check_slots, check_types
+from natgrad.pullbacks.example_grads import ExampleGrads, slices
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
@@ -286,7 +288,6 @@ class Operator(ABC):
 
     power: float = 1.0
     damps_per_block: ClassVar[bool] = False  # relative damping has a number for every block of it, not one for all
-    by_layer: ClassVar[bool] = False  # whether ``output_gram`` needs no rows of all parameters
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 
@@ -352,9 +353,11 @@ class Operator(ABC):
     @without_autocast
     def output_gram(self, pullback: Pullback) -> Tensor:
         """R_n G R_nᵀ [n k l] of every example by itself, for the rows R_n [k p] of a pullback."""
-        rows = rows_of(pullback).transpose(0, 1)
-        pushed = [self.product(row) for row in rows.flatten(0, 1)]
-        return torch.stack(pushed).view_as(rows) @ rows.mT
+        out = []
+        for rows in rows_of(pullback.blocks, pullback.collect(), self.layout.size):
+            pushed = [self.product(row) for row in rows.flatten(0, 1)]
+            out.append(torch.stack(pushed).view_as(rows) @ rows.mT)
+        return torch.cat(out)
 
     def with_power(self, power: float) -> Self:
         """The metric at another point of the geodesic: G^power of the same G, whatever the power of this one.
@@ -523,14 +526,15 @@ def tensor_fields(value: Any) -> dict[str, Tensor]:
     return {name: t for name, t in pairs if isinstance(t, Tensor)}
 
 
-def rows_of(pullback: Pullback) -> Tensor:
-    """R [k n p], the rows of all parameters in flattening order."""
-    blocks, factors = pullback.blocks, pullback.collect()
+def rows_of(blocks: Sequence[Block], factors: Sequence[ExampleGrads], size: int) -> Iterator[Tensor]:
+    """R_n [n k p] in flattening order, some examples at a time; zero for parameters that are not in these blocks."""
     k, n = factors[0].g.shape[:2]
-    rows = factors[0].g.new_empty(k, n, pullback.model.size)
-    for block, f in zip(blocks, factors, strict=True):
-        block.unpack(f.rows(), rows)
-    return rows
+    for some in slices(n, at_once(k * size)):
+        taken = [f.at(some) for f in factors]
+        rows = taken[0].g.new_zeros(*taken[0].g.shape[:2], size)
+        for block, f in zip(blocks, taken, strict=True):
+            block.unpack(f.rows(), rows)
+        yield rows.transpose(0, 1)
 
 
 class Inverse(ABC):
@@ -570,17 +574,18 @@ class Inverse(ABC):
         """Tᵀω [s q] of covectors ω [s p], for the same root: ‖Tᵀω‖² = ωᵀ(G + λ)⁻¹ω."""
         self.refuse_root()
 
-    @property
-    def by_layer(self) -> bool:
-        """Whether ``output_covariance`` needs no rows of all parameters."""
-        return False
-
     @without_autocast
     def output_covariance(self, pullback: Pullback) -> Tensor:
         """R_n (G + λ)⁻¹R_nᵀ [n k l] of every example by itself, for the rows R_n [k p] of a pullback."""
-        rows = rows_of(pullback)
-        half = self.root_transpose_times(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]).transpose(0, 1)
-        return half @ half.mT
+        return self.covariance_of(pullback.blocks, pullback.collect())
+
+    def covariance_of(self, blocks: Sequence[Block], factors: Sequence[ExampleGrads]) -> Tensor:
+        """As ``output_covariance``, of the rows of some parameters; they are formed."""
+        out = []
+        for rows in rows_of(blocks, factors, self.layout.size):
+            half = self.root_transpose_times(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+            out.append(half @ half.mT)
+        return torch.cat(out)
 
     def refuse_root(self) -> NoReturn:
         """Raise the error of an inverse that has no root."""
@@ -619,10 +624,6 @@ class DualMetric(Inverse):
 
     def root_transpose_times(self, ω: Tensor) -> Tensor:
         return self.root_times(ω)
-
-    @property
-    def by_layer(self) -> bool:
-        return self.operator.by_layer
 
     @without_autocast
     def output_covariance(self, pullback: Pullback) -> Tensor:

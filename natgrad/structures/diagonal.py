@@ -41,7 +41,6 @@ class DiagonalOperator(Operator):
     """
 
     damps_per_block: ClassVar[bool] = True
-    by_layer: ClassVar[bool] = True
     layout: Layout
     values: Tensor
     power: float = field(default=1.0, kw_only=True)

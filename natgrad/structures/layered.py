@@ -1024,10 +1024,6 @@ class SpectralInverse(LayerInverse):
         q, p, d = sides
         return replace(out, left=tuple(q), right=tuple(p), scales=tuple(t for t in d if t is not None))
 
-    @property
-    def by_layer(self) -> bool:
-        return True
-
     def stacks_with(self, b: int) -> object:
         return self._runs[b]  # rotations are many numbers: we do not copy them into stacks
 
@@ -1090,38 +1086,21 @@ class SpectralInverse(LayerInverse):
         layers = {block.names for block in self.blocks}
         if any((name,) in layers for layer in pullback.layers if len(layer.names) > 1 for name in layer.names):
             pullback = pullback.separated()
-        given = pullback.blocks
-        factors = pullback.collect()
-        at = {block.names: number for number, block in enumerate(given)}
-        k, n = factors[0].g.shape[:2]
-        total, others = factors[0].g.new_zeros(n, k, k), list[int]()
+        given, factors = pullback.blocks, pullback.collect()
+        total = factors[0].g.new_zeros(len(factors[0].a), *[len(factors[0].g)] * 2)
+        left, others = {block.names: number for number, block in enumerate(given)}, list[int]()
         for b, (block, q, p, d) in enumerate(zip(self.blocks, self.left, self.right, self.scales, strict=True)):
-            number = at.get(block.names)
+            number = left.get(block.names)
             if number is not None and packed_alike(block, given[number]):
-                total += _covariance(factors[number], q, p, d)
+                total += _covariance(factors[left.pop(block.names)], q, p, d)
             else:
                 others.append(b)
-        if not others and self.fallback is None:
+        if not left:
             return total
-        names = {*self.uncovered.names, *(name for b in others for name in self.blocks[b].names)}
-        which = [number for number, block in enumerate(given) if not names.isdisjoint(block.names)]
-        positions, order = torch.cat([given[number].index for number in which]).sort()
-        pieces = [(b, torch.searchsorted(positions, self.blocks[b].index)) for b in others]
-        below = None if self.fallback is None else self.uncovered.index(positions.device)
-        for some in slices(n, at_once(k * len(positions))):
-            rows = torch.cat([factors[number].at(some).rows() for number in which], dim=2)[..., order]
-            for b, piece in pieces:
-                packed = rows[..., piece].unflatten(2, self.blocks[b].shape)
-                half = rotated(self.left[b], packed, self.right[b]) * self.scales[b].sqrt()
-                half = half.flatten(2).transpose(0, 1)
-                total[some] += half @ half.mT
-            if self.fallback is not None and below is not None:
-                white = self.fallback.root_transpose_times(
-                    rows[..., torch.searchsorted(positions, below)].flatten(0, 1)
-                )
-                half = white.unflatten(0, (k, -1)).transpose(0, 1)
-                total[some] += half @ half.mT
-        return total
+        Q, P = (tuple(side[b] for b in others) for side in (self.left, self.right))
+        blocks, D = tuple(self.blocks[b] for b in others), tuple(self.scales[b] for b in others)
+        rest = SpectralInverse(self.layout, blocks, self.fallback, Q, P, D)
+        return total + rest.covariance_of([given[n] for n in left.values()], [factors[n] for n in left.values()])
 
     @property
     def _sizes(self) -> list[int]:

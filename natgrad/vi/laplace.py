@@ -412,8 +412,7 @@ class Laplace:
             pb = view.checked(examples(x, (start, stop), n))
             yield pb
             start = stop
-            if self.inverse.by_layer:
-                step = at_once(pb.factor_size)
+            step = at_once(pb.factor_size)
 
     @property
     def _flat_mode(self) -> Tensor:
