@@ -202,7 +202,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3192,
     "output": 1245,
-    "pullbacks": 4365,
+    "pullbacks": 4369,
     "rules": 1303,
     "solve": 241,
     "step": 853,

@@ -143,10 +143,10 @@ def _key(kind: Block) -> object:
 
 
 def _gates(tape: Tape) -> list[Any]:
-    """The nodes of functions that may be flat, if some are in the graph of a pass. All such graphs have equal nodes."""
+    """The nodes of functions that may be flat, if a pass has some in its graphs. All such graphs have equal nodes."""
     if not tape.y.requires_grad or not tape.memo.setdefault("gated", True):
         return []
-    gates = [node for node in nodes([tape.y.grad_fn]) if node.name() in _GATES | _FLAT_AT_ZERO]
+    gates = [node for node in nodes(tape.last_nodes) if node.name() in _GATES | _FLAT_AT_ZERO]
     tape.memo["gated"] = any(node.name() in _GATES for node in gates)
     return gates if tape.memo["gated"] else []
 

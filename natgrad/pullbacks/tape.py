@@ -421,6 +421,12 @@ class Tape:
         return tuple([at for at, kind in enumerate(kinds) if kind in hiding]) if hiding else ()
 
     @property
+    def last_nodes(self) -> list[Any]:
+        """The nodes that end the graph of y and the graphs of all replays."""
+        replays = [self.uses[at].replay.outputs for at in self._replayed]
+        return [self.y.grad_fn, *(t.grad_fn for outputs in replays for t in outputs)]
+
+    @property
     def output_bytes(self) -> int:
         """The bytes of the outputs of all uses, in the precision of y."""
         numbers = self.cached("outputs", lambda: sum(shape.numel() for use in self.uses for shape in use.shapes))

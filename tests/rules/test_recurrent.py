@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -353,6 +354,13 @@ def test_kfac_is_exact_for_one_datum_and_one_step(kind: type[nn.RNNBase], sharin
     close(ng.Kronecker(sharing=sharing, strict=True).estimate(pb).dense(), exact)
 
 
+class Outputs(nn.Module):
+    """Of a recurrence, without its last state."""
+
+    def forward(self, out: tuple[Tensor, Tensor]) -> Tensor:
+        return out[0]
+
+
 class Lengths(nn.Module):
     """A recurrence on packed sequences, and the sum of its outputs over time."""
 
@@ -383,6 +391,24 @@ def test_steps_after_the_end_of_a_sequence_count_nowhere(sharing: Any) -> None:
     else:
         ā = torch.stack([torch.cat([row[:t].mean(0), row.new_ones(1)]) for row, t in zip(x, lengths, strict=True)])
     close(A, ā.T @ ā / len(ā))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_whose_units_are_all_off_count_as_the_others(fused: bool) -> None:
+    """Behind the ReLU of a recurrence: A is the mean over all steps, though some have no cotangent."""
+    body = nn.RNN(2, 3, batch_first=True, nonlinearity="relu") if fused else nn.RNNCell(2, 3, nonlinearity="relu")
+    model = (nn.Sequential(body, Outputs(), nn.Linear(3, 2)) if fused else Unrolled(body, given=False)).double()
+    W, V, b, c = (p.detach() for p in body.parameters())
+    x, before, h = normal(6, 4, 2), [], torch.zeros(6, 3, dtype=torch.float64)
+    b.sub_(1.0)
+    for x_t in x.unbind(1):
+        before.append(h)
+        h = F.relu(x_t @ W.T + b + h @ V.T + c)
+    assert (h == 0).all(-1).any()
+    G = ng.Kronecker(strict=True).estimate(ng.pullback(model, x, ng.Euclidean())).tensors()
+    for key, given in (("weight_ih", x.transpose(0, 1)), ("weight_hh", torch.stack(before))):
+        a = F.pad(given, (0, 1), value=1.0).flatten(0, 1)
+        close(next(t for name, t in G.items() if key in name and name.endswith("/A"))[0], a.T @ a / len(a))
 
 
 def test_moments_are_those_of_the_inputs() -> None:
