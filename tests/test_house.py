@@ -187,12 +187,12 @@ def test_an_import_loads_no_compiler() -> None:
 # Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
-    "accelerate": 2715,
+    "accelerate": 2633,
     "cli": 375,
     "data": 23,
     "families": 2110,
     "fit": 2249,
-    "gradients": 1272,
+    "gradients": 1246,
     "functionspace": 1304,
     "integrations": 107,
     "invariance": 606,
@@ -200,13 +200,13 @@ LINES: dict[str, int] = {
     "mirror": 1062,
     "natgrad": 2902,
     "operators": 0,
-    "optim": 3191,
+    "optim": 3175,
     "output": 1245,
     "pullbacks": 4369,
     "rules": 1303,
     "solve": 241,
-    "step": 853,
-    "structures": 3354,
+    "step": 832,
+    "structures": 3319,
     "vi": 1291,
     "watch": 575,
 }

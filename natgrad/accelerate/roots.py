@@ -37,7 +37,6 @@ _UNIT = 2.0**11  # the largest eigenvalue: halves then have small numbers too, a
 _MARGIN = 1 + 2.0**-10  # of a bound, against rounding: the first polynomials are steep at 1, and would enlarge it
 _PROBES = 32  # by which a residual is measured; it then has a relative deviation of at most 1/8
 NOISE = 1e-3  # the error of a root of statistics, which are not as exact themselves
-EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
 _LARGE = 256  # rows, from which copies of matrices take longer than launches
 _WIDE = 2  # columns over rows, from which several steps of a polar factor at once take fewer operations
 _TOGETHER = 3  # such steps: the error 2⁻⁹ of the smallest eigenvalues has grown to about 1/4 then

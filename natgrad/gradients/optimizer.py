@@ -38,7 +38,7 @@ from natgrad.model import check_types
 from natgrad.optim import metrics as told
 from natgrad.optim.checkpoint import check_nonnegative, check_plain
 from natgrad.optim.distributed import refuse_flat_shards
-from natgrad.optim.update import begin_moments, check_keys, check_numbers, common_damping, corrected_weight
+from natgrad.optim.update import adamw, check_keys, check_numbers, common_damping, corrected_weight
 from natgrad.sharding import is_sharded, local, whole
 
 Parameters: TypeAlias = (
@@ -48,7 +48,6 @@ Groups: TypeAlias = Iterable[dict[str, Any]]
 Moved: TypeAlias = dict[str, Tensor]  # ‖v‖ [] of every matrix that has moved
 Moving: TypeAlias = tuple[list[Member], list[Member]]  # the matrices of a group, and what AdamW steps
 
-_BETAS, _EPSILON = (0.9, 0.95), 1e-8  # of AdamW
 _EAGER = "a step of natgrad is not compiled. With fullgraph=True compile the model alone, and call opt.step() outside"
 
 
@@ -289,8 +288,8 @@ class GradientOptimizer(torch.optim.Optimizer):
                 self._check(self._norm(named), named, "the gradient")
             moved = self._move(moving, named, numbers, step)
             for group, (_, others), rate in zip(self.param_groups, moving, numbers[1:], strict=False):
-                if others:
-                    adamw(others, named, rate, weight_decay=group["weight_decay"], gate=self._flag.value)
+                of_adamw = [(p, named[a.name], state) for p, a, state in others]
+                adamw(of_adamw, rate, weight_decay=group["weight_decay"], gate=self._flag.value)
             return moved, self._flag.value
 
         numbers, refreshes = self._numbers(step), self.refreshes(step)
@@ -595,34 +594,6 @@ def _condition(F: Tensor, what: str) -> Tensor:
 
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
-
-
-def adamw(
-    members: Sequence[Member], grads: Mapping[str, Tensor], rate: Scalar, *, weight_decay: float, gate: Tensor | None
-) -> None:
-    """One step of AdamW (Loshchilov and Hutter 2019) of some parameters, equal to that of ``torch.optim.AdamW``."""
-    params, gradients, means, squares, counts = [], [], [], [], []
-    for p, a, state in members:
-        begin_moments(state, p)
-        params.append(p)
-        gradients.append(grads[a.name])
-        means.append(state["exp_avg"])
-        squares.append(state["exp_avg_sq"])
-        counts.append(state["step"])
-    if any(map(is_sharded, params)):
-        params, means, squares = (list(map(local, tensors)) for tensors in (params, means, squares))
-    fused.adamw_(
-        params,
-        gradients,
-        means,
-        squares,
-        counts,
-        rate=rate,
-        betas=_BETAS,
-        epsilon=_EPSILON,
-        weight_decay=weight_decay,
-        gate=gate,
-    )
 
 
 def of_length(v: Tensor, lengths: float | Tensor, batch: ShapeBatch) -> Tensor:

@@ -344,7 +344,7 @@ class NaturalGradient(torch.optim.Optimizer):
             self.source.refresh(x, target)
 
     def plan(self) -> Plan:
-        """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
+        """What becomes of every parameter, and the memory for it: ``print(opt.plan())`` before training."""
         tracker, damping = self.tracker, self.preconditioner.damping
         result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self._momentum)
         names = [name for pairs in self._division[1] for name, _ in pairs]

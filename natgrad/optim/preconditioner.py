@@ -19,9 +19,9 @@ from natgrad.optim.distributed import Processes
 from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
-from natgrad.structures.base import Inverse, Operator, Refresh
+from natgrad.structures.base import IdentityInverse, Inverse, Operator, Refresh
 from natgrad.structures.kronecker import NOT_POSITIVE, retry
-from natgrad.structures.layered import LayerInverse, sides_of
+from natgrad.structures.layered import LayerInverse
 
 _log = logging.getLogger("natgrad")
 
@@ -170,23 +170,16 @@ class Preconditioner:
             v = self.inverse.sharp(ω)
         return v.map(torch.clone) if isinstance(self.inverse, CGInverse) else v
 
-    @property
-    def sharp_cold(self) -> SharpMap:
-        """(G + λ)⁻¹ω of covectors unlike the gradient: an iterative solver does not start the next solve from them."""
-        return self.sharp_cold_except(None)
+    def sharp_cold(self, ω: Covector) -> Vector:
+        """(G + λ)⁻¹ω of a covector unlike the gradient: an iterative solver does not start the next solve from it."""
+        assert self.inverse is not None
+        with full_precision(self._device):
+            return (copy.copy(self.inverse) if isinstance(self.inverse, CGInverse) else self.inverse).sharp(ω)
 
-    def sharp_cold_except(self, gradient: Covector | None) -> SharpMap:
-        """The same, and of the gradient itself, from which it does."""
-        inverse = self.inverse
-        assert inverse is not None
-
-        def solve(ω: Covector) -> Vector:
-            if ω is gradient:
-                return self.sharp(ω)
-            with full_precision(self._device):
-                return (inverse if isinstance(inverse, LayerInverse) else copy.copy(inverse)).sharp(ω)
-
-        return SharpMap(solve, lambda: sides_of(inverse))
+    def sharp_from(self, gradient: Covector) -> SharpMap:
+        """The same, and of the gradient itself, from which the next solve starts."""
+        solve = lambda ω: self.sharp(ω) if ω is gradient else self.sharp_cold(ω)  # noqa: E731
+        return SharpMap(solve, isinstance(self.inverse, IdentityInverse))
 
     def handle_async_failure(self, G: Operator | None) -> None:
         """A GPU reports a step or two late that it could not invert a factor. Its last inverse is still there.

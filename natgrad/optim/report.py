@@ -1,4 +1,4 @@
-"""What an optimizer is going to do with every parameter, and what that costs: known before any forward pass."""
+"""What an optimizer is going to do with every parameter, and the memory for it: known before any forward pass."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _IDENTITY = "metric: the identity (power 0): nothing is estimated, inverted or d
 @final
 @dataclass(frozen=True)
 class Row:
-    """One layer: its parameters, its rule, its structure, and what it costs.
+    """One layer: its parameters, its rule, its structure, and the memory that they take.
 
     ``rule`` is None before a pass for parameters that belong to no module with a rule: the operations that use them
     tell. After a pass it is None for parameters whose rows come from torch.func.
 
-    ``cost`` is None where the structure keeps no layer by itself, or where the cost depends on the batch.
+    ``cost`` is None where the structure keeps no layer by itself, or where the memory depends on the batch.
     """
 
     names: tuple[str, ...]
@@ -61,23 +61,20 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of every parameter and what it costs; ``print`` it before training.
+    """What becomes of every parameter, and the memory for it; ``print`` it before training.
 
-    ``bytes`` of the metric and its inverse are in the precision they are kept in; ``flops`` are those of a step,
-    inverses shared out over the steps between them. ``position_flops`` is what the estimate adds for every position of
-    every example and every column of the metric's root. Each is None where it depends on the batch.
+    ``bytes`` of the metric and its inverse are in the precision they are kept in, and None where they depend on the
+    batch.
 
     Attributes:
         rows: A row for every layer.
-        together: The cost of all parameters, in a structure that does not keep layers apart.
-        schedule: When the metric is estimated and inverted.
+        together: That of all parameters, in a structure that does not keep layers apart.
         element: The bytes of a number.
         notes: What a reader should know about damping, momentum, and parameters that are treated otherwise.
     """
 
     rows: tuple[Row, ...]
     together: Cost | None  # of all parameters, in a structure that does not keep layers apart
-    schedule: Refresh
     element: int  # bytes a number
     notes: tuple[str, ...]
 
@@ -108,46 +105,27 @@ class Plan:
         """Bytes of the metric and its inverse."""
         return None if self.costs is None else self.element * sum(cost.numbers for cost in self.costs)
 
-    @property
-    def flops(self) -> float | None:
-        """Floating-point operations of a step, with its share of the inverses."""
-        schedule = self.schedule
-        between = max(schedule.every, schedule.basis or schedule.inverse)  # eigenvectors cost most
-        return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
-
-    @property
-    def position_flops(self) -> float | None:
-        """What the estimates add, for every position of every example and every column of the metric's root."""
-        every = self.schedule.every
-        return None if self.costs is None else sum(cost.position for cost in self.costs) / every
-
     def __str__(self) -> str:
-        heads = ("parameters", "rule", "structure", "W [c o i]", "kept", "bytes", "inverse", "solve", "position")
+        heads = ("parameters", "rule", "structure", "W [c o i]", "kept", "bytes")
         cells = [self._cells(row) for row in self.rows]
         lines = _table(heads, cells, left=5)
         size = sum(row.size for row in self.rows)
         total = [f"{len(self.rows)} layers, {size:,} parameters"]
-        if self.bytes is not None and self.flops is not None and self.position_flops is not None:
-            total += [
-                f"{self.bytes:,} bytes",
-                f"{self.flops:.2g} flops a step",
-            ]
-            # Gradients have no positions.
-            total += [f"and {self.position_flops:.2g} a position and column"] if self.position_flops else []
+        if self.bytes is not None:
+            total.append(f"{self.bytes:,} bytes")
         elif any(row.structure == _PENDING for row in self.rows):
-            total.append("memory and cost are known after the first pass")
+            total.append("the memory is known after the first pass")
         else:
-            total.append("memory and cost depend on the batch, or the structure does not state them")
+            total.append("the memory depends on the batch, or the structure does not state it")
         return "\n".join([*lines, ", ".join(total), *self.notes])
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         title, shape = " + ".join(row.names), " × ".join(map(str, row.shape))
         front = (title, row.rule or ("" if row.structure == _PENDING else "none"), row.structure, shape)
         if row.cost is None:
-            return (*front, "", "", "", "", "")
-        counts = (f"{count:.1e}" for count in (row.cost.invert, row.cost.solve, row.cost.position))
+            return (*front, "", "")
         factors = ", ".join(f"{letter} {_shape(of)}" for letter, of in row.factors.items())
-        return (*front, factors, f"{self.element * row.cost.numbers:,}", *counts)
+        return (*front, factors, f"{self.element * row.cost.numbers:,}")
 
 
 def plan(
@@ -172,13 +150,13 @@ def plan(
     """
     if tracker.constant:
         return _identity(tracker, _movement(rule, groups, momentum_on))
-    schedule, blocks = tracker.schedule, _blocks(tracker)
+    blocks = _blocks(tracker)
     damping = like(given, float(groups[0]["damping"]))
     rows = tuple(_row(tracker, block, solver, damping != 0) for block in blocks)
     by_layer = tracker.structure.by_layer
     together = None if by_layer else tracker.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
-    result = Plan(rows, together, schedule, dtype.itemsize, ())
+    result = Plan(rows, together, dtype.itemsize, ())
     notes = (
         _schedule(tracker),
         _damping(solver, damping),
@@ -191,9 +169,9 @@ def plan(
 def _identity(tracker: MetricTracker, movement: str) -> Plan:
     """The plan of a metric that costs nothing."""
     blocks = tracker.observer.blocks
-    rows = [Row(block.names, _rule_of(block), "identity", block.shape, Cost(0, 0, 0, 0)) for block in blocks]
+    rows = [Row(block.names, _rule_of(block), "identity", block.shape, Cost(0)) for block in blocks]
     notes = _IDENTITY, movement
-    return Plan(tuple(rows), None, tracker.schedule, tracker.model.example.element_size(), notes)
+    return Plan(tuple(rows), None, tracker.model.example.element_size(), notes)
 
 
 def _rule_of(block: Block) -> str | None:
@@ -228,20 +206,11 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
     if block.rule is None and not shown and structure.by_layer:
         return Row(block.names, None, _PENDING, block.shape, None)
     if tracker.parameters.unseen.issuperset(block.names):
-        return Row(block.names, None, "no metric", block.shape, Cost(0, 0, 0, 0))
+        return Row(block.names, None, "no metric", block.shape, Cost(0))
     exact = damped and not solver.damps_factors
     cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
-    if cost is not None and tracker.metric.source == "gradients":
-        cost = _once_a_step(cost, block, tracker.schedule.every)
     title = structure.title(block) if isinstance(structure, Layered) else type(structure).__name__
     return Row(block.names, _rule_of(block), title, block.shape, cost)
-
-
-def _once_a_step(cost: Cost, block: Block, every: int) -> Cost:
-    """With an estimate from the gradient, which takes G Gᵀ and Gᵀ G once, whatever the number of positions."""
-    sides = [2 * shape[1] if len(shape) == 3 else 1 for letter, shape in cost.factors.items() if letter in "SA"]
-    products = block.size * (sum(sides) or 1)
-    return replace(cost, solve=cost.solve + products // every, position=0)
 
 
 def _schedule(tracker: MetricTracker) -> str:

@@ -19,9 +19,11 @@ from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative, is_number
 from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
+from natgrad.sharding import is_sharded, local
 from natgrad.step.base import PlainRule, Rates, Step, StepRule, pairings, rescale_, squared_length
 
 Members: TypeAlias = Sequence[Sequence[tuple[str, Tensor]]]  # names and parameters of every group
+Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
 
 _log = logging.getLogger("natgrad")
 _BETAS, _EPSILON = (0.9, 0.95), 1e-8
@@ -29,14 +31,7 @@ _BETAS, _EPSILON = (0.9, 0.95), 1e-8
 
 @final
 class AdamWUpdate:
-    """One step of AdamW (Loshchilov and Hutter 2019), equal to that of ``torch.optim.AdamW``, by its fused kernel.
-
-        m ← β₁m + (1 − β₁)ω,  s ← β₂s + (1 − β₂)ω²,  θ ← (1 − lr·wd)θ − lr·m̂/(√ŝ + ε)
-
-    with m̂ = m/(1 − β₁ᵗ), ŝ = s/(1 − β₂ᵗ), β = (0.9, 0.95) and ε = 10⁻⁸. m, s and t lie in the state of every parameter
-    under the names that torch gives them, t as a tensor on the device, so that the step can be captured. A parameter
-    without a gradient is left alone.
-    """
+    """One step of AdamW for the parameters of every group that have a gradient; the others are left alone."""
 
     def __init__(
         self, groups: Sequence[Mapping[str, Any]], members: Members, state: MutableMapping[Tensor, Any]
@@ -49,30 +44,48 @@ class AdamWUpdate:
         mine = {name: grads[name] for name in names if name in grads}
         return mine, len(mine) == len(names)
 
-    def step(self, gradients: Mapping[str, Tensor], rates: Sequence[float | Tensor], gate: Tensor | None) -> None:
+    def step(self, gradients: Mapping[str, Tensor], rates: Sequence[Rate], gate: Tensor | None) -> None:
         """Move the parameters that have gradients, each group with its rate; nothing where the gate is closed."""
         for group, of_group, rate in zip(self._groups, self._members, rates, strict=True):
-            moving = [(name, p) for name, p in of_group if name in gradients]
-            if not moving:
-                continue
-            params = [p for _, p in moving]
-            states = [self._state_of(p) for p in params]
-            fused.adamw_(
-                params,
-                [gradients[name] for name, _ in moving],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [state["step"] for state in states],
-                rate=rate,
-                betas=_BETAS,
-                epsilon=_EPSILON,
-                weight_decay=group["weight_decay"],
-                gate=gate,
-            )
+            moving = [(p, gradients[name], self._state[p]) for name, p in of_group if name in gradients]
+            adamw(moving, rate, weight_decay=group["weight_decay"], gate=gate)
 
-    def _state_of(self, p: Tensor) -> Any:
-        begin_moments(self._state[p], p)
-        return self._state[p]
+
+def adamw(
+    moving: Sequence[tuple[Tensor, Tensor, MutableMapping[str, Any]]],
+    rate: Rate,
+    *,
+    weight_decay: float,
+    gate: Tensor | None,
+) -> None:
+    """One step of AdamW (Loshchilov and Hutter 2019), equal to that of ``torch.optim.AdamW``, by its fused kernel.
+
+        m ← β₁m + (1 − β₁)ω,  s ← β₂s + (1 − β₂)ω²,  θ ← (1 − lr·wd)θ − lr·m̂/(√ŝ + ε)
+
+    with m̂ = m/(1 − β₁ᵗ), ŝ = s/(1 − β₂ᵗ), β = (0.9, 0.95) and ε = 10⁻⁸. m, s and t lie in the state of every parameter
+    under the names that torch gives them, t as a tensor on the device, so that the step can be captured. ``moving``:
+    parameters with their gradients and states.
+    """
+    for p, _, state in moving:
+        begin_moments(state, p)
+    if not moving:
+        return
+    columns = [(p, g, state["exp_avg"], state["exp_avg_sq"], state["step"]) for p, g, state in moving]
+    params, gradients, means, squares, counts = zip(*columns, strict=True)
+    if any(map(is_sharded, params)):
+        params, means, squares = (tuple(map(local, tensors)) for tensors in (params, means, squares))
+    fused.adamw_(
+        params,
+        gradients,
+        means,
+        squares,
+        counts,
+        rate=rate,
+        betas=_BETAS,
+        epsilon=_EPSILON,
+        weight_decay=weight_decay,
+        gate=gate,
+    )
 
 
 def begin_moments(state: MutableMapping[str, Any], p: Tensor) -> None:
@@ -83,7 +96,6 @@ def begin_moments(state: MutableMapping[str, Any], p: Tensor) -> None:
 
 
 MomentumOn: TypeAlias = Literal["gradients", "steps"]
-Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
 
 
 # Arguments of optimizers that hold for all parameters, and two of AdamW that no optimizer here has. Other keys of a
@@ -458,7 +470,7 @@ def _direction(
 ) -> tuple[Vector, Tensor | None]:
     """v and, if it is ``measured``, ⟨ω, v⟩ []."""
     if type(rule).direction is not PlainRule.direction:
-        v = rule.direction(ω, inverse.sharp_cold_except(ω))
+        v = rule.direction(ω, inverse.sharp_from(ω))
         return v, fused.pairing([(ω[name], t) for name, t in v.items()]) if measured else None
     return inverse.sharp_with_pairing(ω) if measured else (inverse.sharp(ω), None)
 

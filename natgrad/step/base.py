@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.fused import pairing, scale_, scale_each_
-from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import check_number_fields
 from natgrad.show import brief
@@ -174,14 +173,10 @@ class StepContext:
 @final
 @dataclass(frozen=True)
 class SharpMap:
-    """ω ↦ ω♯ with the metric of a step.
-
-    ``sides()``: by what it multiplies the rows and the columns of every matrix, where that is all that it does; None of
-    any other metric.
-    """
+    """ω ↦ ω♯ with the metric of a step. ``identity``: it is the identity, and changes no number."""
 
     solve: Callable[[Covector], Vector]
-    sides: Callable[[], Mapping[str, Sides] | None] = lambda: None
+    identity: bool = False
 
     def __call__(self, ω: Covector) -> Vector:
         return self.solve(ω)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.matrix_kernels import Sides, scale_matrices_
+from natgrad.accelerate import fused
 from natgrad.accelerate.roots import MUON, Coefficients, minimax, polar
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector
@@ -94,12 +94,10 @@ class Polar(PlainRule):
             )
 
     def direction(self, ω: Covector, sharp: SharpMap) -> Vector:
-        sides = sharp.sides()
-        if sides is None:
-            factors, norms = self._polar(sharp(ω), None)
-            v = sharp(Covector(factors))
-        else:
-            v, norms = self._polar(ω, sides)
+        factors, norms = self._polar(sharp(ω), sharp.identity)
+        # As long as the gradient, so that v is as large as the natural gradient, and in the range of float16.
+        size = torch.stack(fused.norms(list(ω.values()))).sum()
+        v = sharp(Covector({name: factors[name] * size for name in ω}))
         lengths = {name: self.rms * math.sqrt(max(_shape(t))) for name, t in v.items()}
         rescale_(v, ratios(lengths, v, ω, torch.stack([norms[name] for name in v])))
         return Vector({name: t.to(ω[name].dtype) for name, t in v.items()})
@@ -107,36 +105,27 @@ class Polar(PlainRule):
     def scale(self, v: Vector, square: Tensor) -> None:
         return None
 
-    def _polar(
-        self, matrices: Mapping[str, Tensor], sides: Mapping[str, Sides] | None
-    ) -> tuple[Vector, dict[str, Tensor]]:
-        """L polar(L M R) R of every matrix, and ‖polar(L M R)‖ []: all of one shape at once.
+    def _polar(self, matrices: Vector, identity: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The polar factor of every matrix, and its norm []: all of one shape at once, the tall ones transposed.
 
-        Without ``sides`` the matrices are LMR already.
+        In the ``identity`` metric they are rounded first, as torch's Muon does. Else they are divided by their norm
+        first: a metric has any unit, and the iteration enlarges rounding.
         """
-        identity = sides is not None and all(side is None for pair in sides.values() for side in pair)
         alike: dict[tuple[int, int, torch.dtype], list[str]] = defaultdict(list)
         for name, t in matrices.items():
             alike[min(_shape(t)), max(_shape(t)), t.dtype].append(name)
         out, norms = dict[str, Tensor](), dict[str, Tensor]()
-        for (o, i, dtype), names in alike.items():
-            wide, tall = ([name for name in names if _is_tall(matrices[name]) == side] for side in (False, True))
+        for (_, _, dtype), names in alike.items():
             precision, single = self._precision(dtype), torch.promote_types(dtype, torch.float32)
-            X = matrices[names[0]].new_empty(len(names), o, i, dtype=precision if identity else single)
-            for side, Y in _on_their_sides(wide, tall, X):
-                scale_matrices_(Y, [_matrix(matrices[name]) for name in side], _of(side, sides or {}))
-            if X.dtype != precision:
-                X = _of_length_one(X, precision)
+            X = torch.stack([_wide(matrices[name]) for name in names]).to(precision if identity else single)
+            if not identity:
+                X = X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=torch.finfo(single).tiny)
             X = polar(X, schedule=self._schedule(dtype), dtype=precision)
-            lengths = torch.linalg.vector_norm(X, dim=(1, 2), dtype=single)
-            norms |= zip((*wide, *tall), lengths.unbind(), strict=True)
-            # The sides of small gradients are beyond the range of float16, though the step is not.
-            held = torch.float32 if dtype == torch.float16 else dtype
-            for side, Y in _on_their_sides(wide, tall, X):
-                stack = Y.new_empty(Y.shape, dtype=held)  # side by side, for one launch
-                scale_matrices_(stack, Y, _of(side, sides or {}))
-                out |= {name: t.view(matrices[name].shape) for name, t in zip(side, stack.unbind(), strict=True)}
-        return Vector({name: out[name] for name in matrices}), norms
+            norms |= zip(names, torch.linalg.vector_norm(X, dim=(1, 2), dtype=single).unbind(), strict=True)
+            for name, M in zip(names, X.to(single if dtype == torch.float16 else dtype).unbind(), strict=True):
+                of_matrix = M.mT if _is_tall(matrices[name]) else M
+                out[name] = of_matrix.reshape(matrices[name].shape)
+        return out, norms
 
     def _precision(self, dtype: torch.dtype) -> torch.dtype:
         return torch.bfloat16 if self.iteration == "muon" else torch.promote_types(dtype, torch.float32)
@@ -147,35 +136,15 @@ class Polar(PlainRule):
         return minimax(_CONDITION, 1e-12 if dtype == torch.float64 else 1e-6)
 
 
-def _on_their_sides(wide: list[str], tall: list[str], X: Tensor) -> Iterator[tuple[list[str], Tensor]]:
-    """The names of wide and tall matrices, each with its part of a stack X of wide ones: the tall ones transposed."""
-    if wide:
-        yield wide, X[: len(wide)]
-    if tall:
-        yield tall, X[len(wide) :].mT
-
-
-def _of_length_one(M: Tensor, dtype: torch.dtype) -> Tensor:
-    """M/‖M‖ [b o i], rounded after the division: a metric has any unit, and the polar iteration enlarges rounding.
-
-    (Muon, in the identity metric, rounds first, as torch does.)
-    """
-    norms = torch.linalg.vector_norm(M, dim=(1, 2), keepdim=True)
-    return torch.div(M, norms.clamp(min=torch.finfo(M.dtype).tiny), out=torch.empty_like(M, dtype=dtype))
-
-
-def _of(names: Sequence[str], sides: Mapping[str, Sides]) -> list[Sides]:
-    return [sides.get(name, (None, None)) for name in names]
-
-
 def _shape(t: Tensor) -> tuple[int, int]:
     """o and i of a matrix, or of a kernel as one."""
     return t.shape[0], math.prod(t.shape[1:])
 
 
-def _matrix(t: Tensor) -> Tensor:
-    """[o i]."""
-    return t.reshape(len(t), -1)
+def _wide(t: Tensor) -> Tensor:
+    """A matrix, or a kernel as one, that has at least as many columns as rows."""
+    M = t.reshape(len(t), -1)
+    return M.mT if _is_tall(t) else M
 
 
 def _is_tall(t: Tensor) -> bool:

@@ -20,6 +20,7 @@ from natgrad.linalg import (
     refuse_rounding,
     refuse_singular,
 )
+from natgrad.model import Model
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
@@ -73,6 +74,9 @@ class DiagonalOperator(Operator):
 
     def nonnegative(self) -> dict[str, Tensor]:
         return self.tensors()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"values": (self.layout.size,)}
 
     def inverse(self, damping: Damping) -> Inverse:
         if self.power == 0:
@@ -153,8 +157,9 @@ class Diagonal(Structure):
         self.admit(pullback)
         return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square(), power=self.power)
 
-    def shapes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
-        return {"values": (sum(block.size for block in blocks),)}
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DiagonalOperator:
+        values = torch.ones(model.size, dtype=dtype, device=model.example.device)
+        return DiagonalOperator(Layout.of(model.params, dtype), values, power=self.power)
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
@@ -173,4 +178,4 @@ class Diagonal(Structure):
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
-        return Cost(p, 0, p, p, {"G": (1, p)}) if iterative else Cost(2 * p, p, p, p, {"G": (1, p)})
+        return Cost(p if iterative else 2 * p, {"G": (1, p)})

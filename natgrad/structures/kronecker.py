@@ -9,6 +9,7 @@ without coordinates Luk and Grosse 2018.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,10 +33,8 @@ from natgrad.accelerate.inverses import (
     two_sided,
     two_sided_columns,
 )
-from natgrad.accelerate.matrix_kernels import Sides
 from natgrad.accelerate.moments import lay_out
 from natgrad.accelerate.replay import Scalar
-from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.errors import FactorisationError, IncompatibleError
 from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
 from natgrad.model import Model, library_pass
@@ -73,13 +72,13 @@ from natgrad.structures.layered import (
     LayerInverse,
     LayerOperator,
     LayerSplit,
-    SidesCost,
     WorkSharing,
     diagonal_of,
     eigenvalues,
     factor_power,
     joined,
     layer_tensors,
+    rotated_size,
     separated,
     spectra,
 )
@@ -164,22 +163,22 @@ class Kronecker(Layered):
     def _inputs_only(self) -> bool:
         return self.sides == "inputs"
 
-    def factor_shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        s, a = super().factor_shapes(block)
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        s, a = super().shapes(block)
         return (s[:2] if self._inputs_only else s), a
 
     def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         s, a = super().zeros(block, dtype)
         return (torch.ones_like(s) if self._inputs_only else s), a
 
+    def layer_elements(self, block: Block) -> int:
+        return sum(map(math.prod, self.shapes(block)))
+
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
-        sides, factors = SidesCost.of(block, self.factor_shapes(block)), self.layer_shapes(block)
-        if not exact:
-            invert = sides.cubes if self.power == 1 else EIGENVECTORS * sides.cubes  # products on a GPU take more
-            return Cost(2 * sides.numbers, invert, sides.solve, sides.numbers, factors)
-        numbers = sides.numbers + sides.rotations + block.size
-        return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
+        shapes = self.shapes(block)
+        numbers = sum(map(math.prod, shapes))
+        return Cost(numbers + (rotated_size(block, shapes) if exact else numbers), dict(zip("SA", shapes, strict=True)))
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
@@ -222,7 +221,7 @@ class Kronecker(Layered):
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.factor_shapes, inputs_only=self._inputs_only)
+        pairs = gradient_factors(sample, split.used, self.shapes, inputs_only=self._inputs_only)
         return self.assemble(split, layout, pairs, fallback)
 
     def in_backward(
@@ -235,6 +234,10 @@ class Kronecker(Layered):
         """
         assert average is None or isinstance(average, KroneckerOperator)
         return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
+
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> KroneckerOperator | None:
+        factors = self.identity_factors(blocks, dtype)
+        return None if factors is None else self.restore(model, blocks, factors)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
@@ -708,17 +711,6 @@ class ProductInverse(LayerInverse):
         w = joined(columns)
         in_place = not graph and w is not columns[0]
         return separated(two_sided(L, w, R, w if in_place else None), columns)
-
-    def sides(self) -> dict[str, Sides] | None:
-        if self.fallback is not None or any(dense for pair in self.dense for dense in pair):
-            return None
-        out: dict[str, Sides] = {}
-        for batch, columns, (left, right) in zip(self.batches, self._columns, self.stacks, strict=True):
-            groups, o, _ = self.blocks[batch[0]].shape
-            if columns is None or len(columns) > 1 or groups > 1 or self.layout.like[columns[0][0]].shape[:1] != (o,):
-                return None  # W is not one parameter, or not its matrix
-            out |= zip(columns[0], zip(left, right, strict=True), strict=True)
-        return out
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._views()

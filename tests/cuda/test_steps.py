@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.matrix_kernels import scale_matrices_
 from tests.cuda.waiting import no_waiting
 from tests.optim.tasks import seeded
 
@@ -44,39 +43,6 @@ def _kfac(**options: Any) -> Make:
     settings: dict[str, Any] = {"lr": 0.05, "metric_every": 20, "inverse_every": 20, "early": False, **options}
     settings["solver"] = ng.Factored()
     return lambda model: ng.KFAC(model, FISHER, **settings)
-
-
-@pytest.mark.parametrize("count", [1, 8, 11])
-@pytest.mark.parametrize("shape", [(64, 64), (128, 200), (33, 70), (5, 1)])
-@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_scaled_matrices_are_those_of_torch(
-    count: int, shape: tuple[int, int], into: torch.dtype, source: torch.dtype, scaled: bool
-) -> None:
-    """Into a stack and onto their sides, from tensors by themselves and from a stack; captured, too."""
-    o, i = shape
-    matrices = [torch.randn(o, i, device="cuda").to(source) for _ in range(count)]
-    sides = [(torch.rand(o, device="cuda"), torch.rand(i, device="cuda")) if scaled else (None, None) for _ in matrices]
-    exact = torch.stack(
-        [
-            M.float() if left is None or right is None else M * left[:, None] * right
-            for M, (left, right) in zip(matrices, sides, strict=True)
-        ]
-    )
-    turned = torch.stack(matrices).mT.contiguous().mT.unbind()
-    for given in (matrices, turned):
-        straight = torch.empty(count, o, i, dtype=into, device="cuda")
-        across = torch.empty(count, i, o, dtype=into, device="cuda").mT
-        for out in (straight, across):
-            scale_matrices_(out, given, sides)
-            assert torch.equal(out, exact.to(into))
-            out.zero_()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            scale_matrices_(straight, given, sides)
-        graph.replay()
-        assert torch.equal(straight, exact.to(into))
 
 
 def test_the_clip_inside_a_constraint_keeps_its_momentum() -> None:

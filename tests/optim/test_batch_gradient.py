@@ -152,6 +152,7 @@ def test_the_offsets_of_a_kernel_share_the_factors() -> None:
     torch.testing.assert_close(G.diagonal(), expected.diagonal())
     torch.testing.assert_close(G.logdet(λ), torch.logdet(damped))
     torch.testing.assert_close(G.inverse(λ).solve(ω), torch.linalg.solve(damped, ω))
+    assert {key: tuple(t.shape) for key, t in G.tensors().items()} == G.shapes()
 
 
 @pytest.mark.parametrize("largest", [2, 16384])
@@ -446,11 +447,6 @@ def test_no_hook_is_put_on_the_model() -> None:
     rows = {row.names[0]: (row.rule, row.structure) for row in opt.plan().rows}
     assert rows == {"weight": ("Matrix", "Kronecker"), "bias": (None, "Diagonal (fallback)")}
     assert "rule covers" not in str(opt.plan())
-    assert "a position" not in str(opt.plan())
-    products = 2 * 6 * (2 + 3)  # multiplications and additions of G Gᵀ and Gᵀ G, as many as of a rotation
-    cost = opt.plan().rows[0].cost
-    assert cost is not None
-    assert cost.solve == 3 * products
 
 
 @pytest.mark.parametrize(
