@@ -458,6 +458,12 @@ def cifar_table(name: str) -> str:
     return (ROOT / "experiments" / "results" / "sobolev_cifar" / f"{name}.md").read_text().strip()
 
 
+def cifar_runs(column: str) -> str:
+    """A sum over the parts of the protocol, such as that of the runs that were made."""
+    head, *_, total = cifar_table("progress").splitlines()
+    return dict(zip(*([cell.strip() for cell in row.split("|")] for row in (head, total)), strict=True))[column]
+
+
 def cifar_figures(*names: str) -> str:
     """The figures of the CIFAR experiment with these names that have been drawn, on all images."""
     folder = ROOT / "experiments" / "results" / "sobolev_cifar"
@@ -530,6 +536,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             tuning_runs,
             cifar_table,
             cifar_figures,
+            cifar_runs,
             regression_table,
             online_table,
         ),

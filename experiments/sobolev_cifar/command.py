@@ -42,7 +42,7 @@ from experiments.sobolev_cifar import kernel, paired_stats, report, verdict
 from experiments.sobolev_cifar.arms import ARMS, FIFTHS, TENTHS, Config, Cosine, Schedule
 from experiments.sobolev_cifar.captured import cuda_graph
 from experiments.sobolev_cifar.figures import draw
-from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
+from experiments.sobolev_cifar.plan import Planned, plan
 from experiments.sobolev_cifar.record import Name, Record, load_all, load_each
 from experiments.sobolev_cifar.scheduler import Place, Task, perform_all
 from experiments.sobolev_cifar.timing import Timing, lines, measured
@@ -106,7 +106,7 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
     try:
         while left:
             choices = Choices.load(args.results / TUNED_FILE)
-            ready = [run for run in left if not _searches(run, choices)]
+            ready = [run for run in left if not run.searches(choices)]
             if left[0] not in ready:
                 part, dataset, before = left[0].part, left[0].name.dataset, len(failed)
                 waiting = [run for run in left if run not in ready and (run.part, run.name.dataset) == (part, dataset)]
@@ -115,9 +115,9 @@ def queue(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) 
                 except (SystemExit, OSError, ValueError) as failure:  # a trial fails, or the images are not there
                     failed.append(f"{failure}")
                 choices = Choices.load(args.results / TUNED_FILE)
-                if _searches(left[0], choices) and len(failed) == before:
+                if left[0].searches(choices) and len(failed) == before:
                     break  # there is no time for the rest of it
-                left = [run for run in left if run not in waiting or not _searches(run, choices)]
+                left = [run for run in left if run not in waiting or not run.searches(choices)]
                 continue
             tasks, later = list[Task](), False
             done = {record.name: record for record in records(args) if record.finished}
@@ -151,21 +151,11 @@ def _task(run: Planned, choices: Choices, done: Mapping[Name, Record], setup: Se
     return [Task(job, setup, what, place)]
 
 
-def _searches(run: Planned, choices: Choices) -> list[TuningKey]:
-    """The searches that come before a run and are not done."""
-    name = run.name
-    if not ARMS[name.arm].tuned:
-        return []
-    schedules = BOTH if name.schedule == BETTER else (name.schedule,)
-    keys = (TuningKey(name.dataset, name.arm, schedule) for schedule in schedules)
-    return [key for key in keys if choices.of(key).chosen is None]
-
-
 def _search(
     runs: Sequence[Planned], choices: Choices, args: argparse.Namespace, setup: Setup, place: Place, budget: Budget
 ) -> None:
     """The searches before some runs on the same images: their trials run side by side."""
-    keys = [key for run in runs for key in _searches(run, choices)]
+    keys = [key for run in runs for key in run.searches(choices)]
     grids = {key.arm: ARMS[key.arm].candidates for key in keys}
     schedules = list(dict.fromkeys(key.schedule for key in keys))
     _tuning(args, setup, place, schedules).tune(grids, [BENCHMARKS[runs[0].name.dataset]], budget)
@@ -231,9 +221,9 @@ def summarise(args: argparse.Namespace) -> None:
     """Write all results, and print the tables."""
     found = report.save(records(args), args.results)
     paired_stats.save(found, args.results)
-    tuned = Choices.load(args.results / TUNED_FILE).table(report.TITLES)
-    (args.results / "tuned.md").write_text(tuned + "\n")
-    print(verdict.save(found, not_done(args), args.results), end="\n\n")
+    choices = Choices.load(args.results / TUNED_FILE)
+    (args.results / "tuned.md").write_text(choices.table(report.TITLES) + "\n")
+    print(verdict.save(found, not_done(args), choices, args.results), end="\n\n")
     print(report.table(found), paired_stats.table(found), paired_stats.reached(found), sep="\n\n")
 
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
+from experiments.sobolev_cifar.arms import ARMS
 from experiments.sobolev_cifar.record import Name
-from experiments.sobolev_cifar.tuning import Choices
+from experiments.sobolev_cifar.tuning import Choices, TuningKey
 
 BOTH = ("fifths", "tenths")
 BETTER = "better"  # of the two schedules, as tuned
@@ -27,6 +28,14 @@ class Planned:
             return self.name
         schedule = choices.better(self.name.dataset, self.name.arm, BOTH)
         return None if schedule is None else Name(self.name.dataset, schedule, self.name.arm, self.name.seed)
+
+    def searches(self, choices: Choices) -> list[TuningKey]:
+        """The searches that come before it and are not done."""
+        if not ARMS[self.name.arm].tuned:
+            return []
+        schedules = BOTH if self.name.schedule == BETTER else (self.name.schedule,)
+        keys = (TuningKey(self.name.dataset, self.name.arm, schedule) for schedule in schedules)
+        return [key for key in keys if choices.of(key).chosen is None]
 
 
 def _runs(dataset: str, schedules: Collection[str], arms: Collection[str], seeds: Collection[int]) -> Iterator[Name]:

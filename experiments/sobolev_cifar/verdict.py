@@ -29,8 +29,9 @@ from experiments.sobolev_cifar.paired_stats import (
     signed,
 )
 from experiments.sobolev_cifar.plan import BETTER, BOTH, Planned, plan
-from experiments.sobolev_cifar.record import Point
+from experiments.sobolev_cifar.record import Name, Point
 from experiments.sobolev_cifar.report import NAMES, TITLES, Group
+from experiments.sobolev_cifar.tuning import Choices
 
 DECIDE = {"cifar10": range(3, 8), "cifar100": range(4)}  # seeds
 EVERY = range(1000)  # seeds
@@ -39,7 +40,7 @@ FAMILY = 0.975  # coverage: two data sets, 5 % together
 CLEAR = 0.05  # of K-FAC's loss
 SIMILAR = 0.5  # points of test accuracy
 PRIMARY, AT_40, _, SECONDARY = QUANTITIES
-_NOT_RUN = "not run yet"
+_NOT_RUN = "not run"
 
 
 @final
@@ -466,29 +467,46 @@ def schedule(runs: Runs) -> str:
     return markdown_table(head, rows)
 
 
-def missing(runs: Sequence[Planned]) -> str:
-    """What the protocol has and the record has not."""
-    if not runs:
-        return "All runs of the protocol have been made."
-    rows = []
-    for part in dict.fromkeys(run.part for run in runs):
-        left = [run.name for run in runs if run.part == part]
+def progress(left: Sequence[Planned], choices: Choices) -> str:
+    """How many runs of every part of the protocol the record has, and the searches and runs that it has not."""
+    rows, counts = list[list[str]](), list[tuple[int, int, int]]()
+    for part in dict.fromkeys(run.part for run in plan()):
         planned = sum(run.part == part for run in plan())
+        absent = [run for run in left if run.part == part]
+        searches = {key for run in absent for key in run.searches(choices)}
+        counts.append((planned, planned - len(absent), len(searches)))
         seeds: dict[str, list[str]] = {}
-        for name in left:
-            what = f"{TITLES[name.arm]}, {NAMES[name.dataset]}, {name.schedule}"
-            seeds.setdefault(what, []).append(f"{name.seed}")
+        for run in absent:
+            what = f"{TITLES[run.name.arm]}, {NAMES[run.name.dataset]}, {run.name.schedule}"
+            seeds.setdefault(what, []).append(f"{run.name.seed}")
         listed = "; ".join(f"{text}: {', '.join(ones)}" for text, ones in seeds.items())
-        rows.append([part, f"{len(left)} of {planned}", listed])
-    return markdown_table(["part of the protocol", "runs not made yet", "optimizer, images, schedule: seeds"], rows)
+        rows.append([part, *map(str, counts[-1]), listed or "–"])
+    rows.append(["all", *(str(sum(column)) for column in zip(*counts, strict=True)), ""])
+    head = ["part of the protocol", "runs planned", "made", "searches not made"]
+    return markdown_table([*head, "runs not made: optimizer, images, schedule: seeds"], rows)
 
 
-def save(found: Sequence[Group], left: Sequence[Planned], results: Path) -> str:
+def commits(found: Sequence[Group]) -> str:
+    """The commits of the code that the runs were made with."""
+    of: dict[str, list[Name]] = {}
+    for record in (record for group in found for record in group.records):
+        of.setdefault(", ".join(commit[:7] for commit in record.commits) or "not named", []).append(record.name)
+    rows = []
+    for commit, names in of.items():
+        arms: dict[str, set[int]] = {}
+        for name in names:
+            arms.setdefault(f"{TITLES[name.arm]}, {NAMES[name.dataset]}", set()).add(name.seed)
+        listed = "; ".join(f"{what}: {', '.join(map(str, sorted(seeds)))}" for what, seeds in arms.items())
+        rows.append([commit, f"{len(names)}", listed])
+    return markdown_table(["commit", "runs", "optimizer, images: seeds"], rows)
+
+
+def save(found: Sequence[Group], left: Sequence[Planned], choices: Choices, results: Path) -> str:
     """``answers.md`` and the tables beside it, and ``verdict.json``; the first is returned."""
     runs = Runs(found)
     parts = {"answers": answers(runs), "endpoints": endpoints(runs), "questions": questions(runs)}
     parts |= {"robustness": robustness(runs), "figures": paper_figures(runs), "schedule": schedule(runs)}
-    parts |= {"missing": missing(left)}
+    parts |= {"progress": progress(left, choices), "commits": commits(found)}
     for name, content in parts.items():
         (results / f"{name}.md").write_text(content + "\n")
     claims = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from experiments.sobolev_cifar.command import RESULTS
 from experiments.sobolev_cifar.paired_stats import Pair, Paired
 from experiments.sobolev_cifar.plan import plan
 from experiments.sobolev_cifar.record import Name, Point, Record, load_all
+from experiments.sobolev_cifar.tuning import Choices
 from experiments.sobolev_cifar.verdict import DECIDE, PRIMARY, SECONDARY, Difference, Runs
 from tests.experiments.tiny import MACHINE, SIZES
 
@@ -75,7 +77,7 @@ def test_the_claim_is_decided_by_the_seeds_of_the_protocol_and_a_seed_counts_onc
     assert claim.relative == pytest.approx((-0.1, -0.1 - half / 2, -0.1 + half / 2))
     first, *_ = cells(verdict.answers(runs))
     low, high = (f"−{100 * (0.1 + side * half / 2):.1f}" for side in (1, -1))
-    assert first[1:] == ["not run yet", f"−10.0 % [{low}, {high}]"]
+    assert first[1:] == ["not run", f"−10.0 % [{low}, {high}]"]
 
 
 def test_a_part_of_the_seeds_is_called_preliminary_and_other_commits_are_marked(tmp_path: Path) -> None:
@@ -84,12 +86,12 @@ def test_a_part_of_the_seeds_is_called_preliminary_and_other_commits_are_marked(
     table = verdict.endpoints(found([*kfac, *ours], tmp_path))
     assert "(preliminary: 2 of 4 seeds)" in table
     assert "] † |" in table
-    assert "| CIFAR-10 | primary: training loss, mean of epochs to 40 % | 3 to 7 | not run yet |" in table
+    assert "| CIFAR-10 | primary: training loss, mean of epochs to 40 % | 3 to 7 | not run |" in table
 
 
 def test_one_seed_is_shown_without_an_interval_and_decides_nothing(tmp_path: Path) -> None:
     runs = found([*runs_of("cifar100", "amari", [2.0], [1]), *runs_of("cifar100", "sobolev", [1.8], [1])], tmp_path)
-    assert {row[2] for row in cells(verdict.answers(runs))[:3]} == {"not run yet"}
+    assert {row[2] for row in cells(verdict.answers(runs))[:3]} == {"not run"}
     table = verdict.endpoints(runs)
     assert "| 1 | −0.2000 | −10.0 % | – | – | – | preliminary: 1 of 4 seeds |" in table
     assert "±" not in report.table(runs.groups)
@@ -106,7 +108,7 @@ def test_the_control_is_compared_seed_by_seed(control: float, tmp_path: Path) ->
     interval = stats.t.interval(0.95, 3, differences.mean(), differences.std(ddof=1) / 2)
     shown = [f"{100 * value / mean:+.1f}".replace("-", "−") for value in (differences.mean(), *interval)]
     (row,) = (row for name, row in rows.items() if name.endswith("less the control"))
-    assert row == [f"{shown[0]} % [{shown[1]}, {shown[2]}]", "not run yet"]
+    assert row == [f"{shown[0]} % [{shown[1]}, {shown[2]}]", "not run"]
 
 
 def curves(dataset: str, arm: str, losses: Sequence[Sequence[float]]) -> list[Record]:
@@ -133,7 +135,7 @@ def test_a_curve_that_is_some_epochs_ahead_has_that_lead(tmp_path: Path) -> None
     runs = found([*curves("cifar100", "amari", lines), *curves("cifar100", "sobolev", ahead)], tmp_path)
     rows = {row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in verdict.robustness(runs).splitlines()}
     half = stats.t.isf(0.025, 3) * np.std([0.1, 0.2, 0.3, 0.4], ddof=1) / 2
-    assert rows["… as a lead in epochs"] == ["not run yet", f"+0.25 [+{0.25 - half:.2f}, +{0.25 + half:.2f}] |"]
+    assert rows["… as a lead in epochs"] == ["not run", f"+0.25 [+{0.25 - half:.2f}, +{0.25 + half:.2f}] |"]
     # Relative to K-FAC's mean of 3.5; in the last of these epochs relative to 2; accuracies in points, a tenth of it.
     assert rows["training loss, mean of epochs to 40 %: the primary endpoint"][1].startswith("−7.1 % [")
     assert rows["training loss in the last of these epochs"][1].startswith("−12.5 % [")
@@ -169,8 +171,8 @@ def test_runs_of_one_epoch_are_compared_too(tmp_path: Path) -> None:
     runs = found(
         [*curves("cifar100", "amari", [[2.0], [2.1]]), *curves("cifar100", "sobolev", [[1.8], [1.7]])], tmp_path
     )
-    assert "| test accuracy, mean of the epochs after 40 %, points | not run yet | +3.00 [" in verdict.robustness(runs)
-    assert "| … as a lead in epochs | not run yet | – |" in verdict.robustness(runs)
+    assert "| test accuracy, mean of the epochs after 40 %, points | not run | +3.00 [" in verdict.robustness(runs)
+    assert "| … as a lead in epochs | not run | – |" in verdict.robustness(runs)
 
 
 def test_runs_that_name_no_commit_are_marked(tmp_path: Path) -> None:
@@ -210,13 +212,25 @@ def test_the_margin_is_welchs(tmp_path: Path) -> None:
     assert (mean, low, high) == pytest.approx((np.mean(other) - np.mean(one), interval.low, interval.high))
 
 
-def test_what_is_not_run_is_said_everywhere_and_the_page_is_that_of_the_record(tmp_path: Path) -> None:
+def test_what_is_not_run_has_no_number(tmp_path: Path) -> None:
     empty = found([], tmp_path)
-    assert {cell for row in cells(verdict.answers(empty)) for cell in row[1:]} == {"not run yet", "not planned", ""}
-    assert {row[2] for row in cells(verdict.schedule(empty))} == {"not run yet"}
-    assert "not run yet" in verdict.paper_figures(empty)
-    assert verdict.missing(plan()).count(" of ") >= 9
-    assert verdict.missing([]) == "All runs of the protocol have been made."
+    for table in (verdict.answers(empty), verdict.schedule(empty)):
+        assert not any(re.search(r"[+−]\d", cell) for row in cells(table) for cell in row[1:])
+    assert {row[-3:] for row in map(tuple, cells(verdict.paper_figures(empty)))} == {("–", "–", "–")}
+
+
+def test_runs_of_the_protocol_and_its_searches_are_counted() -> None:
+    """Counted by hand in the protocol: its runs, and a search for each images and schedule of a tuned optimizer."""
+    nothing, everything = (cells(verdict.progress(left, Choices({}))) for left in (plan(), ()))
+    planned = [16, 12, 12, 12, 8, 8, 6, 8, 4, 4]
+    assert [[int(n) for n in row[1:4]] for row in nothing[:-1]] == [
+        [n, 0, searches] for n, searches in zip(planned, [0, 0, 0, 0, 4, 4, 0, 2, 0, 0], strict=True)
+    ]
+    assert [[int(n) for n in row[1:4]] for row in everything[:-1]] == [[n, n, 0] for n in planned]
+    assert [nothing[-1][1:4], everything[-1][1:4]] == [["90", "0", "10"], ["90", "90", "0"]]
+
+
+def test_the_tables_are_those_of_the_record() -> None:
     groups = report.groups(load_all([RESULTS]), RESULTS / "timing.json")
     for name, text in (
         ("answers", verdict.answers(Runs(groups))),
@@ -225,6 +239,12 @@ def test_what_is_not_run_is_said_everywhere_and_the_page_is_that_of_the_record(t
         ("robustness", verdict.robustness(Runs(groups))),
         ("figures", verdict.paper_figures(Runs(groups))),
         ("schedule", verdict.schedule(Runs(groups))),
+        ("commits", verdict.commits(groups)),
     ):
         assert (RESULTS / f"{name}.md").read_text().strip() == text, f"{name}.md: run --report again"
+    runs = [int(row[1]) for row in cells(verdict.commits(groups))]
+    assert sum(runs) == len(load_all([RESULTS]))
+
+
+def test_accuracies_that_differ_by_less_than_half_a_point_are_similar() -> None:
     assert verdict.similar(Difference(SECONDARY, (0, 1), Paired((0.3, 0.3)), 90.0, 0.975, True))
