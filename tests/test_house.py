@@ -191,7 +191,7 @@ LINES: dict[str, int] = {
     "cli": 375,
     "data": 23,
     "families": 2110,
-    "fit": 2249,
+    "fit": 2107,
     "gradients": 1246,
     "functionspace": 1304,
     "integrations": 107,

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.temporaries import by_columns
-from natgrad.fit.fits import CLOSE, NOISE, Fits, Rules
-from natgrad.linalg import svd
+from natgrad.fit.fits import Fits, Rules
 
-_GRID = 24  # numbers between the bounds of λ
-_LEAST = 1e-14  # of the upper bound of λ: the lower bound
-_NEWTON = 1  # steps for λ
-
-Limited: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # p, ‖p‖, λ, and what the cost falls by in the model
-Spectrum: TypeAlias = tuple[Tensor, Tensor, Tensor]  # s², s∘Uᵀz and Vᵀ of R = U diag(s) Vᵀ
-Step: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor]  # the same; without λ where all are 0
+_CLOSE = 0.1  # relative error of ‖p‖ = radius
+_SINGULAR = 256  # in units of the machine epsilon: a pivot that says nothing, of a column of length 1
+_NOISE = 4  # in units of the machine epsilon: what a cost may be off by
+_FIRST = 1e-3  # of the upper bound of λ: the first guess
+_FALLS = 1e-2  # the least factor by which λ falls at once
+_NEWTON = 20  # steps for λ at most
 
 
 @final
@@ -50,18 +47,44 @@ class TriangularLeastSquares:
         rows = triangle.narrow(-2, 0, min(m, n))
         return TriangularLeastSquares(rows.narrow(-1, 0, n), rows.select(-1, n))
 
-    def damped(self, d: Tensor) -> Tensor:
-        """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""
+    def below(self, d: Tensor) -> TriangularLeastSquares:
+        """‖Jp + r‖² + ‖d ∘ p‖² for d [* n], again as a triangle."""
         k, n = self.R.shape[-2:]
         both = self.R.new_zeros(*self.z.shape[:-1], k + n, n + 1)
         both[..., :k, :n], both[..., :k, n] = self.R, self.z
         both[..., k:, :n].diagonal(dim1=-2, dim2=-1).copy_(d)
         triangle = torch.linalg.qr(both, mode="r").R
-        return TriangularLeastSquares(triangle[..., :n, :n], triangle[..., :n, n]).undamped()
+        return TriangularLeastSquares(triangle[..., :n, :n], triangle[..., :n, n])
+
+    def damped(self, d: Tensor) -> Tensor:
+        """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""
+        return self.below(d).undamped()
 
     def undamped(self) -> Tensor:
         """p = −R⁻¹z, the Gauss–Newton step: not finite where R is singular, and with m < n there is none."""
         return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
+
+    def shortest(self) -> Tensor:
+        """p of any R: where a pivot is rounding, the shortest of all minima for columns of one length."""
+        k, n = self.R.shape[-2:]
+        lengths, rounding = torch.linalg.vector_norm(self.R, dim=-2), _SINGULAR * torch.finfo(self.z.dtype).eps
+        regular = (self.R.diagonal(dim1=-2, dim2=-1).abs() > rounding * lengths[..., :k]).all(-1) & (k == n)
+        if bool(regular.all()):
+            return self.undamped()
+        rows, lengths = (~regular).nonzero().squeeze(-1), lengths + (lengths == 0)
+        R = self.R[rows] / lengths[rows].unsqueeze(-2)
+        p = torch.linalg.pinv(R.nan_to_num(), rtol=rounding) @ self.z[rows].unsqueeze(-1)
+        p = -p.squeeze(-1) / lengths[rows] + 0 * R.sum((-2, -1)).unsqueeze(-1)  # what is not finite stays so
+        return p if len(rows) == len(lengths) else self.undamped().index_copy(0, rows, p)
+
+    def decrease(self, p: Tensor) -> Tensor:
+        """½‖r‖² − ½‖Jp + r‖² = −⟨Rp, z + ½Rp⟩ [*]."""
+        pushed = (self.R @ p.unsqueeze(-1)).squeeze(-1)
+        return -torch.linalg.vecdot(pushed, torch.add(self.z, pushed, alpha=0.5))
+
+    def __getitem__(self, rows: Tensor) -> TriangularLeastSquares:
+        """Some of the problems."""
+        return TriangularLeastSquares(self.R[rows], self.z[rows])
 
 
 def _gram_schmidt(columns: Tensor) -> Tensor:
@@ -82,140 +105,59 @@ def _gram_schmidt(columns: Tensor) -> Tensor:
 @final
 @dataclass
 class Linearised:
-    """min ‖Jδ + f‖ at x, as ‖Rδ + z‖; p = Dδ over the unknowns that are free."""
+    """The linear model of the residuals at x, min ‖Rp + z‖ over p = Dδ, with J D⁻¹ = QR and z = Qᵀf."""
 
     D: Tensor  # [b n]
-    shortest: Tensor  # δ, the shortest Dδ of all minima [b n]
-    norm: Tensor  # its length ‖Dδ‖ [b]
-    tangent: Tensor  # ‖QQᵀf‖ [b]; NaN where J is not finite
+    QR: TriangularLeastSquares  # in which unknowns that are not free stay zero
+    p: Tensor  # its minimum; of many, nearly the shortest [b n]
+    norm: Tensor  # the length of that [b], as all that follows
+    promise: Tensor  # what the cost falls by there
+    offset: Tensor  # ‖QQᵀf‖/‖f‖, the cosine between the residuals and the tangent space; NaN where J is not finite
     size: Tensor  # ‖Dx‖
     unit: Tensor  # ‖D‖
-    length: Tensor  # ‖f‖
-    norms: Tensor  # ‖Jᵢ‖ [b n]
-    x: Tensor
-    QR: TriangularLeastSquares
+    rounding: Tensor  # what the cost may change by rounding
     free: Tensor | None = None  # the unknowns that are not at a bound that the gradient pushes against [b n]
-    decomposed: Spectrum | None = None  # of R D⁻¹, where a pivot is rounding or unknowns are at bounds
-    inside: bool = False  # whether all shortest minima are inside of their regions, and none meets gtol
 
     @staticmethod
     def at(f: Tensor, J: Tensor, fits: Fits, rules: Rules) -> Linearised:
         """The model of residuals f [b m] with the Jacobian J [b m n]."""
-        x, D = fits.x, fits.D
-        QR = TriangularLeastSquares.of(J, f)
+        x, QR, free, number = fits.x, TriangularLeastSquares.of(J, f), None, torch.finfo(f.dtype)
         norms = torch.linalg.vector_norm(QR.R, dim=-2)  # of the columns of J
-        if rules.D is None:
-            D = D.maximum(norms)
-        length, free = (2 * fits.cost).sqrt(), None
-        if rules.lower is None and J.shape[-2] >= J.shape[-1]:
-            low, high = torch.aminmax((QR.R.diagonal(dim1=-2, dim2=-1) / norms).abs(), dim=-1)
-            δ = QR.undamped()
-            norm, tangent, size, unit = _norms(D * δ, QR.z, D * x, D)
-            inside = _exceed((low, tangent, fits.radius), (high, length, norm), rules.outside)
-            if inside or _exceed((low,), (high,), rules.outside[:1]):  # no pivot is rounding
-                return Linearised(D, δ, norm, tangent, size, unit, length, norms, x, QR, inside=inside)
-        if rules.D is None:
-            D = torch.where(D > 0, D, 1.0)
+        D = fits.D.maximum(norms) if rules.D is None else rules.D
+        D = D + (D == 0)
+        QR = TriangularLeastSquares(QR.R / D.unsqueeze(-2), QR.z)
         if rules.lower is not None and rules.upper is not None:
             g = (QR.R.mT @ QR.z.unsqueeze(-1)).squeeze(-1)
             free = ~(((x <= rules.lower) & (g > 0)) | ((x >= rules.upper) & (g < 0)))
-        p, reached, spectrum = _pseudo_inverse(_scaled(QR, D, free))
-        norm, size, unit = _norms(p, D * x, D)
-        tangent = torch.linalg.vector_norm(reached, dim=-1)
-        return Linearised(D, p / D, norm, tangent, size, unit, length, norms, x, QR, free, spectrum)
-
-    def gains(self, actual: Tensor, cost: Tensor, rules: Rules) -> bool:
-        """Whether every whole step lowers the cost by a quarter of the promise, far from what stops a fit."""
-        terms = self.size if rules.D is None else self.terms  # which are smaller
-        beside = self.promise, cost, self.length * (self.length + terms), self.size, self.unit
-        return _exceed((actual, self.promise, self.promise, self.norm, self.norm), beside, rules.small)
-
-    @cached_property
-    def promise(self) -> Tensor:
-        """What the cost falls by in the linear model without damping."""
-        return 0.5 * self.tangent.square()
-
-    @cached_property
-    def terms(self) -> Tensor:
-        """√Σ (‖Jᵢ‖xᵢ)², the size of the terms whose sums residuals are."""
-        return torch.linalg.vector_norm(self.norms * self.x, dim=-1)
-
-    @cached_property
-    def rounding(self) -> Tensor:
-        """What the cost may change by rounding."""
-        return NOISE * torch.finfo(self.length.dtype).eps * self.length * (self.length + self.terms)
-
-    @cached_property
-    def problem(self) -> TriangularLeastSquares:
-        """‖R D⁻¹p + z‖ over the unknowns that are free."""
-        return _scaled(self.QR, self.D, self.free)
+            QR = TriangularLeastSquares(QR.R * free.unsqueeze(-2), QR.z).below((~free).to(x.dtype))
+        p = QR.shortest()
+        promise, norm, length = QR.decrease(p), torch.linalg.vector_norm(p, dim=-1), (2 * fits.cost).sqrt()
+        offset = (2 * promise.clamp(min=0)).sqrt() / length.clamp(min=number.tiny)
+        size, unit, terms = torch.linalg.vector_norm(torch.stack([D * x, D, norms * x]), dim=-1).unbind(0)
+        rounding = _NOISE * number.eps * length * (length + terms)  # residuals are sums of terms, and round as these do
+        return Linearised(D, QR, p, norm, promise, offset, size, unit, rounding, free)
 
     def of(self, rows: Tensor) -> Linearised:
-        """The linear models of some of the fits."""
+        """The models of some of the fits."""
+        whole = {each.name: getattr(self, each.name) for each in fields(self)}
+        some: dict[str, Any] = {name: None if value is None else value[rows] for name, value in whole.items()}
+        return Linearised(**some)
 
-        def some(value: Any) -> Any:
-            if isinstance(value, TriangularLeastSquares):
-                return TriangularLeastSquares(value.R[rows], value.z[rows])
-            return tuple(t[rows] for t in value) if isinstance(value, tuple) else value[rows]
+    def within(self, radius: Tensor, λ: Tensor) -> tuple[Tensor, Tensor]:
+        """p with ‖p‖ ≤ radius, up to a tenth, and its λ [b]: 0 where the minimum is inside. ``λ``: of the last step."""
+        rows, none = (self.norm > (1 + _CLOSE) * radius).nonzero().squeeze(-1), torch.zeros_like(radius)
+        if not len(rows):
+            return self.p, none
+        p, shifts = _on_sphere(self.QR[rows], radius[rows], λ[rows])
+        return self.p.index_copy(0, rows, p), none.index_copy(0, rows, shifts)
 
-        given = {e.name: getattr(self, e.name) for e in fields(self)}
-        return Linearised(**{name: v if v is None or name == "inside" else some(v) for name, v in given.items()})
-
-    @cached_property
-    def offset(self) -> Tensor:
-        """‖QQᵀf‖/‖f‖."""
-        return self.tangent / self.length.clamp(min=torch.finfo(self.length.dtype).tiny)
-
-    def within(self, radius: Tensor) -> Step:
-        """δ = D⁻¹p, p = −(RᵀR + λ)⁻¹Rᵀz of the scaled R, with ‖p‖ ≤ radius."""
-        if self.inside:
-            return self.shortest, self.norm, None, self.promise
-        inside = self.norm <= (1 + CLOSE) * radius
-        if bool(inside.all()):
-            return self.shortest, self.norm, None, self.promise
-        rows = (~inside).nonzero().squeeze(-1)
-        if len(rows) == len(radius):
-            return self._on_sphere(radius)
-        limited = self.of(rows)._on_sphere(radius[rows])
-        every = self.shortest, self.norm, torch.zeros_like(radius), self.promise
-        return tuple(a.index_copy(0, rows, b) for a, b in zip(every, limited, strict=True))  # type: ignore[return-value]
-
-    @cached_property
-    def _spectrum(self) -> Spectrum:
-        if self.decomposed is not None:
-            return self.decomposed
-        U, s, Vt = _singular(self.problem.R)
-        return s * s, s * (self.problem.z.unsqueeze(-2) @ U).squeeze(-2), Vt
-
-    def _on_sphere(self, radius: Tensor) -> Limited:
-        squares, loads, Vt = self._spectrum
-        λ, t, norm = _secular(squares, loads, radius)
-        return -(t.unsqueeze(-2) @ Vt).squeeze(-2) / self.D, norm, λ, (t * (loads - 0.5 * squares * t)).sum(-1)
-
-    def measured(self, p: Tensor) -> tuple[Tensor, Tensor]:
-        """‖p‖, and what the cost falls by in the model, −⟨Rp, z + ½Rp⟩, of any p."""
-        pushed = (self.problem.R @ p.unsqueeze(-1)).squeeze(-1)
-        return torch.linalg.vector_norm(p, dim=-1), -(pushed * (self.problem.z + 0.5 * pushed)).sum(-1)
-
-    def bend(self, second: Tensor, fits: Fits) -> Tensor:
-        """Half of the acceleration D a of the curve that a step starts along, in a valley that bends.
-
-        (JᵀJ + λD²)a = −Jᵀr″ (Transtrum and Sethna 2012). ``second`` [b m] is half of r″, the second derivative of the
-        residuals along the step.
-        """
-        pulled = (second.unsqueeze(-2) @ fits.J).squeeze(-2) / self.D
-        squares, _, Vt = self._spectrum
-        damped = (squares + fits.λ.unsqueeze(-1)).clamp(min=torch.finfo(squares.dtype).tiny)
-        return -(((pulled.unsqueeze(-2) @ Vt.mT) / damped.unsqueeze(-2)) @ Vt).squeeze(-2)
-
-    def in_box(self, δ: Tensor, x: Tensor, λ: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
-        """p = Dδ of the step in the box, and where it leads."""
+    def in_box(self, p: Tensor, λ: Tensor, x: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+        """p in the box, and where it leads: what leaves the box is put on its bounds, and the rest solved for again."""
         assert rules.lower is not None
         assert rules.upper is not None
         assert self.free is not None
-        p, low, high = δ * self.D, (rules.lower - x) * self.D, (rules.upper - x) * self.D
-        root, free = λ.sqrt().clamp(min=p.shape[-1] * torch.finfo(p.dtype).eps).unsqueeze(-1), self.free
-        R, z = self.problem.R, self.problem.z
+        low, high, free, QR = (rules.lower - x) * self.D, (rules.upper - x) * self.D, self.free, self.QR
+        root = λ.sqrt().clamp(min=p.shape[-1] * torch.finfo(p.dtype).eps).unsqueeze(-1)
         for _ in range(p.shape[-1]):
             put = p.clamp(low, high)
             inside = put == p
@@ -223,70 +165,27 @@ class Linearised:
                 break
             free = free & inside
             held = torch.where(free, 0.0, put)
-            rest = TriangularLeastSquares(R * free.unsqueeze(-2), z + (R @ held.unsqueeze(-1)).squeeze(-1))
+            rest = TriangularLeastSquares(QR.R * free.unsqueeze(-2), QR.z + (QR.R @ held.unsqueeze(-1)).squeeze(-1))
             p = torch.where(free, rest.damped(torch.where(free, root, 1.0)), held)
         p = p.clamp(low, high)
         trial = torch.where(p <= low, rules.lower, torch.where(p >= high, rules.upper, x + p / self.D))
         return p, trial.clamp(rules.lower, rules.upper)
 
 
-def _norms(*vectors: Tensor) -> tuple[Tensor, ...]:
-    return torch.linalg.vector_norm(torch.stack(vectors), dim=-1).unbind(0)
+def _on_sphere(QR: TriangularLeastSquares, radius: Tensor, λ: Tensor) -> tuple[Tensor, Tensor]:
+    """p(λ) = −(RᵀR + λ)⁻¹Rᵀz with ‖p‖ = radius up to a tenth, and λ, from a guess or 0 (Moré 1978).
 
-
-def _exceed(large: tuple[Tensor, ...], small: tuple[Tensor, ...], factors: Tensor) -> bool:
-    """Whether every number is larger than its factor times the other, in all fits: one answer of the device."""
-    return bool((torch.stack(large) > torch.stack(small) * factors).all())
-
-
-def _scaled(QR: TriangularLeastSquares, D: Tensor, free: Tensor | None) -> TriangularLeastSquares:
-    R = QR.R / D.unsqueeze(-2)
-    return TriangularLeastSquares(R if free is None else R * free.unsqueeze(-2), QR.z)
-
-
-def _singular(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, s and Vᵀ of R, with zeros for the singular values that are rounding."""
-    U, s, Vt = svd(R, "the Jacobian")
-    return U, s * (s > R.shape[-1] * torch.finfo(R.dtype).eps * s[..., :1]), Vt
-
-
-def _pseudo_inverse(problem: TriangularLeastSquares) -> tuple[Tensor, Tensor, Spectrum]:
-    """The shortest p that minimises ‖Rp + z‖ [b n], the part Uᵀz of z [b k] that it reaches, and their source."""
-    finite = problem.R.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    U, s, Vt = _singular(torch.where(finite, problem.R, 0.0))
-    inside = torch.where(s > 0, (problem.z.unsqueeze(-2) @ U).squeeze(-2), 0.0)
-    inside = torch.where(finite.squeeze(-1), inside, torch.nan)
-    step = -((inside / torch.where(s > 0, s, 1.0)).unsqueeze(-2) @ Vt).squeeze(-2)
-    return step, inside, (s * s, s * inside, Vt)
-
-
-def _secular(squares: Tensor, loads: Tensor, radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """λ where ‖t‖ = radius for t = loads/(squares + λ), t and ‖t‖; λ is 0 if that is shorter.
-
-    Of numbers between the bounds of Moré (1978), the largest with ‖t‖ ≥ radius, and Newton steps for 1/‖t‖ = 1/radius
-    from there. This function of λ is concave, so that they rise to the solution.
+    1/‖p(λ)‖ is a concave function of λ: Newton steps for 1/‖p‖ = 1/radius rise to the solution from below.
     """
-    tiny = torch.finfo(squares.dtype).tiny
-
-    def along(λ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a = (squares + λ.unsqueeze(-1)).clamp(min=tiny)  # where s is zero, so is the load
-        t = loads / a
-        return a, t, torch.linalg.vector_norm(t, dim=-1)
-
-    def newton(λ: Tensor, a: Tensor, t: Tensor, norm: Tensor, over: Tensor) -> Tensor:
-        return λ + (norm - radius) * norm * norm / (over * (t * t / a).sum(-1))
-
-    zero = torch.zeros_like(radius)
-    a, t, norm = along(zero)
-    low, high = newton(zero, a, t, norm, norm), torch.linalg.vector_norm(loads, dim=-1) / radius
-    shares = torch.linspace(0, 1, _GRID, dtype=low.dtype, device=low.device)
-    low = low.maximum(_LEAST * high)
-    grid = low.unsqueeze(-1) * (high / low).unsqueeze(-1) ** shares  # [b grid]
-    norms = torch.linalg.vector_norm(loads.unsqueeze(-2) / (squares.unsqueeze(-2) + grid.unsqueeze(-1)), dim=-1)
-    last = (norms >= radius.unsqueeze(-1)).sum(-1, keepdim=True).sub_(1).clamp_(min=0)
-    λ = grid.gather(-1, last).squeeze(-1)
+    most = torch.linalg.vector_norm((QR.R.mT @ QR.z.unsqueeze(-1)).squeeze(-1), dim=-1) / radius
+    λ = torch.where(λ > 0, λ, _FIRST * most).minimum(most)
     for _ in range(_NEWTON):
-        a, t, norm = along(λ)
-        λ = newton(λ, a, t, norm, radius)
-    a, t, norm = along(λ)
-    return λ, t, norm
+        damped = QR.below(λ.sqrt().unsqueeze(-1).expand(-1, QR.R.shape[-1]))
+        p = damped.undamped()
+        norm = torch.linalg.vector_norm(p, dim=-1)
+        off = norm / radius - 1
+        if bool((off.abs() <= _CLOSE).all()):
+            break
+        q = torch.linalg.solve_triangular(damped.R.mT, p.unsqueeze(-1), upper=False).squeeze(-1)
+        λ = torch.addcmul(λ, off, (norm / torch.linalg.vector_norm(q, dim=-1)).square()).maximum(_FALLS * λ)
+    return p, λ

@@ -107,8 +107,7 @@ def least_squares(
         _check_args(args, len(x))
     lower, upper = _box(bounds, flat, x)
     eps = torch.finfo(x.dtype).eps
-    rules = Rules.like(
-        x,
+    rules = Rules(
         ftol=_tolerance(ftol, "ftol", eps),
         xtol=_tolerance(xtol, "xtol", eps),
         gtol=_tolerance(gtol, "gtol", eps),
