@@ -517,15 +517,14 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
 def operator_of(
     structure: Structure, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
 ) -> Operator | None:
-    """The metric with these tensors, each of which has the shape that it must have."""
+    """The metric with these tensors, which are all that it has."""
     G = _built("the metric", lambda: structure.restore(model, blocks, tensors))
     if G is None:
         return None
-    expected = _built("the metric", G.shapes)
-    for key, shape in expected.items():
+    expected = G.tensors()
+    for key in expected:
         if key not in tensors:
             raise ValueError(f"{key} of the metric is missing in the state. {_NOTHING}")
-        _check_shape(f"{key} of the metric", tensors[key], shape)
     strange = [key for key in tensors if key not in expected]
     if strange:
         raise ValueError(f"the metric in the state has {', '.join(strange)}, for which there is no layer. {_NOTHING}")

@@ -11,6 +11,7 @@ that have layers is in ``layered.py``.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
@@ -155,9 +156,14 @@ class Structure(ABC):
         ``like``: what it will be averaged with; what is amortised over many estimates (a basis) is taken from it.
         """
 
+    def shapes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]] | None:
+        """Of the ``tensors()`` of an operator over these layers, by name; None where they depend on the batch."""
+        return None
+
     def elements(self, pullback: Pullback) -> int:
-        """How many numbers the operator will hold, for the bound on its memory: one a parameter, if not overridden."""
-        return pullback.model.size
+        """How many numbers the operator will hold, for the bound on its memory: one a parameter without ``shapes``."""
+        shapes = self.shapes(pullback.blocks)
+        return pullback.model.size if shapes is None else sum(map(math.prod, shapes.values()))
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         """The operator with these ``tensors()``; None if nothing is stored and it must be estimated again.
@@ -166,6 +172,8 @@ class Structure(ABC):
         """
         kind = cast(Any, self.operator)
         own = {f.name: tensors[f.name] for f in fields(kind) if f.type == "Tensor"}
+        for key, shape in (self.shapes(blocks) or {}).items():
+            check_shape(f"{key} of the metric", own[key], shape)
         layout = Layout.of(model.params, next(iter(own.values())).dtype)
         return kind(layout, **own, **({} if self.power == 1 else {"power": self.power}))
 
@@ -211,7 +219,14 @@ class Structure(ABC):
 
     def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> Operator | None:
         """The identity, with tensors as large as those of every estimate; None where these depend on the batch."""
-        return None
+        shapes, device = self.shapes(blocks), model.example.device
+        if shapes is None:
+            return None
+        tensors = {key: torch.ones(shape, dtype=dtype, device=device) for key, shape in shapes.items()}
+        for t in tensors.values():
+            if t.ndim > 1 and t.shape[-1] == t.shape[-2]:
+                t.copy_(torch.eye(t.shape[-1], dtype=dtype, device=device))
+        return self.restore(model, blocks, tensors)
 
     # What follows.
 
@@ -470,10 +485,6 @@ class Operator(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the operator by name, from which ``Structure.restore`` builds it again."""
         return tensor_fields(self)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes that ``tensors()`` must have, by what is known without them."""
-        return {key: tuple(t.shape) for key, t in self.tensors().items()}
 
     def nonnegative(self) -> dict[str, Tensor]:
         """What cannot be below zero in ``tensors()``, by their names: second moments, or the diagonals of matrices."""

@@ -34,7 +34,17 @@ from natgrad.pullbacks.example_grads import cross
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, StateError, Structure, Subset
+from natgrad.structures.base import (
+    Cost,
+    IdentityInverse,
+    Inverse,
+    Layout,
+    Operator,
+    StateError,
+    Structure,
+    Subset,
+    check_shape,
+)
 
 
 class MatrixOperator(Operator):
@@ -108,9 +118,6 @@ class MatrixOperator(Operator):
 
     def nonnegative(self) -> dict[str, Tensor]:
         return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {key: (len(index), len(index)) for key, index in zip(self.tensors(), self.indices, strict=True)}
 
     def inverse(self, damping: Damping) -> Inverse:
         """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
@@ -248,13 +255,8 @@ class MatrixStructure(Structure):
     def assemble(self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]) -> MatrixOperator:
         """The operator with these matrices of the groups, in flattening order."""
 
-    def elements(self, pullback: Pullback) -> int:
-        return sum(_size(group) ** 2 for group in self.groups(pullback.blocks))
-
-    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> MatrixOperator:
-        groups, device = self.groups(blocks), model.example.device
-        eyes = [torch.eye(_size(group), dtype=dtype, device=device) for group in groups]
-        return self.assemble(Layout.of(model.params, dtype), groups, eyes)
+    def shapes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+        return {name_of(group): (_size(group),) * 2 for group in self.groups(blocks)}
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
@@ -300,6 +302,9 @@ class Dense(MatrixStructure):
 
     def groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
         return [list(blocks)]
+
+    def shapes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+        return {"matrix": (_size(blocks),) * 2}
 
     def assemble(self, layout: Layout, groups: Sequence[Sequence[Block]], matrices: Sequence[Tensor]) -> DenseOperator:
         return DenseOperator(layout, *matrices, power=self.power)
@@ -347,6 +352,8 @@ class BlockDense(MatrixStructure):
         groups = self.groups(blocks)
         if len(tensors) != len(groups):
             raise StateError(f"the metric in the state has {len(tensors)} blocks, here it has {len(groups)}")
+        for (key, t), shape in zip(tensors.items(), self.shapes(blocks).values(), strict=True):
+            check_shape(f"{key} of the metric", t, shape)
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         return replace(self.assemble(layout, groups, list(tensors.values())), names=tuple(tensors))
 

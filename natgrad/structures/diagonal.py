@@ -20,7 +20,6 @@ from natgrad.linalg import (
     refuse_rounding,
     refuse_singular,
 )
-from natgrad.model import Model
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
@@ -74,9 +73,6 @@ class DiagonalOperator(Operator):
 
     def nonnegative(self) -> dict[str, Tensor]:
         return self.tensors()
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"values": (self.layout.size,)}
 
     def inverse(self, damping: Damping) -> Inverse:
         if self.power == 0:
@@ -157,9 +153,8 @@ class Diagonal(Structure):
         self.admit(pullback)
         return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square(), power=self.power)
 
-    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DiagonalOperator:
-        values = torch.ones(model.size, dtype=dtype, device=model.example.device)
-        return DiagonalOperator(Layout.of(model.params, dtype), values, power=self.power)
+    def shapes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+        return {"values": (sum(block.size for block in blocks),)}
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)

@@ -5,7 +5,6 @@ G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeAlias, cast, final
@@ -36,7 +35,6 @@ from natgrad.structures.layered import (
     packed_alike,
     rotated,
     rotated_back,
-    rotated_size,
     spread,
     turned,
     turns_factors,
@@ -78,12 +76,13 @@ class EigenKronecker(Layered):
 
     has_basis: ClassVar[bool] = True
 
-    def layer_elements(self, block: Block) -> int:
-        sides = self.shapes(block)
-        return sum(map(math.prod, sides)) + rotated_size(block, sides)
+    def layer_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
+        factors = super().layer_shapes(block)
+        bases = {basis: factors[side] for basis, side in ("QS", "PA") if len(factors[side]) == 3}
+        return factors | bases | {"D": block.shape}
 
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
-        s, a = self.shapes(block)
+        s, a = self.factor_shapes(block)
         return Cost(self.layer_elements(block) + block.size, {"S": s, "A": a, "D": block.shape})
 
     @without_autocast
@@ -129,7 +128,7 @@ class EigenKronecker(Layered):
         """S and A as in ``Kronecker``, and D = (QᵀG_kP)² in the basis of ``like`` (Vyas et al. 2024)."""
         assert like is None or isinstance(like, EigenKroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.shapes)
+        pairs = gradient_factors(sample, split.used, self.factor_shapes)
         pairs = [(s.to(layout.dtype), a.to(layout.dtype)) for s, a in pairs]
         zeros = [_zeros(block, layout.dtype) for block in split.used]
         out = self.assemble(split, layout, pairs, fallback, None if like is None else like.basis, zeros)
@@ -137,11 +136,8 @@ class EigenKronecker(Layered):
         return replace(out, scales=tuple(d.to(layout.dtype) for d in scales))
 
     def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> EigenKroneckerOperator | None:
-        factors = self.identity_factors(blocks, dtype)
-        if factors is None:
-            return None
-        ones = {f"{block.names[0]}/D": torch.ones_like(_zeros(block, dtype)) for block in self.arrange(blocks)}
-        return self.restore(model, blocks, factors | ones)
+        out = cast("EigenKroneckerOperator | None", super().identity(model, blocks, dtype))
+        return None if out is None else replace(out, scales=tuple(map(torch.ones_like, out.scales)))  # D may be square
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         """Without eigenvectors among the tensors, with those of S and A."""

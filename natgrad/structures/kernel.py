@@ -32,7 +32,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.example_grads import ExampleGrads
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, RootedOperator, Structure
+from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, RootedOperator, Structure, check_shape
 from natgrad.structures.dense import DenseOperator
 from natgrad.structures.woodbury import RangeInverse, WoodburyInverse, refine
 
@@ -90,9 +90,13 @@ class Kernel(Structure):
         restored, factors = [], []
         for block in blocks:
             f = ExampleGrads(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
-            packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
+            packed = (f.a.shape[2], f.g.shape[4], f.a.shape[3])  # parameters of no module have a group for each entry
             restored.append(block if packed == block.shape else block.without_rule())
+            (c, o, i), r = packed if math.prod(packed) == block.size else block.shape, f.g.shape[2]
             factors.append(f)
+            k, n = factors[0].g.shape[:2]
+            check_shape(f"{block.names[0]}/a of the metric", f.a, (n, r, c, i))
+            check_shape(f"{block.names[0]}/g of the metric", f.g, (k, n, r, c, o))
         K = KernelMatrix.of(tensors["K"]) if "K" in tensors else None
         layout = Layout.of(model.params, factors[0].g.dtype)
         return KernelOperator(layout, tuple(restored), tuple(factors), K, power=self.power)
@@ -288,15 +292,6 @@ class KernelOperator(RootedOperator):
         for block, f in zip(self.blocks, self.factors, strict=True):
             out[f"{block.names[0]}/a"], out[f"{block.names[0]}/g"] = f.a, f.g
         return out if self.K is None else out | {"K": self.K.whole}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        k, n = self.factors[0].g.shape[:2]
-        out: dict[str, tuple[int, ...]] = {}
-        for block, f in zip(self.blocks, self.factors, strict=True):
-            packed = (f.a.shape[2], f.g.shape[4], f.a.shape[3])  # parameters of no module have a group for each entry
-            (c, o, i), r = packed if math.prod(packed) == block.size else block.shape, f.g.shape[2]
-            out |= {f"{block.names[0]}/a": (n, r, c, i), f"{block.names[0]}/g": (k, n, r, c, o)}
-        return out if self.K is None else out | {"K": tuple(self.K.whole.shape)}
 
     def inverse(self, damping: Damping) -> Inverse:
         if self.power == 0:

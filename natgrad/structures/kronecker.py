@@ -9,7 +9,6 @@ without coordinates Luk and Grosse 2018.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,22 +162,18 @@ class Kronecker(Layered):
     def _inputs_only(self) -> bool:
         return self.sides == "inputs"
 
-    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        s, a = super().shapes(block)
+    def factor_shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        s, a = super().factor_shapes(block)
         return (s[:2] if self._inputs_only else s), a
 
     def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         s, a = super().zeros(block, dtype)
         return (torch.ones_like(s) if self._inputs_only else s), a
 
-    def layer_elements(self, block: Block) -> int:
-        return sum(map(math.prod, self.shapes(block)))
-
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
-        shapes = self.shapes(block)
-        numbers = sum(map(math.prod, shapes))
-        return Cost(numbers + (rotated_size(block, shapes) if exact else numbers), dict(zip("SA", shapes, strict=True)))
+        shapes, numbers = self.layer_shapes(block), self.layer_elements(block)
+        return Cost(numbers + (rotated_size(block, tuple(shapes.values())) if exact else numbers), shapes)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
@@ -221,7 +216,7 @@ class Kronecker(Layered):
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.shapes, inputs_only=self._inputs_only)
+        pairs = gradient_factors(sample, split.used, self.factor_shapes, inputs_only=self._inputs_only)
         return self.assemble(split, layout, pairs, fallback)
 
     def in_backward(
@@ -234,10 +229,6 @@ class Kronecker(Layered):
         """
         assert average is None or isinstance(average, KroneckerOperator)
         return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
-
-    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> KroneckerOperator | None:
-        factors = self.identity_factors(blocks, dtype)
-        return None if factors is None else self.restore(model, blocks, factors)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)

@@ -132,10 +132,6 @@ class Layered(Structure):
         return pullback if self.bias == "joint" else pullback.separated()
 
     @abstractmethod
-    def layer_elements(self, block: Block) -> int:
-        """How many numbers are kept of a layer."""
-
-    @abstractmethod
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """Of a layer that has a rule."""
 
@@ -166,7 +162,22 @@ class Layered(Structure):
         total = sum(map(self.layer_elements, blocks))
         return total + (self.fallback.elements(restricted(pullback, uncovered)) if uncovered else 0)
 
-    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def layer_elements(self, block: Block) -> int:
+        """How many numbers are kept of a layer."""
+        return sum(map(math.prod, self.layer_shapes(block).values()))
+
+    def shapes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]] | None:
+        """None where a pass must show first what has factors."""
+        blocks = self.arrange(blocks)
+        if any(block.rule is None for block in blocks):
+            return None
+        return {f"{b.names[0]}/{letter}": shape for b in blocks for letter, shape in self.layer_shapes(b).items()}
+
+    def layer_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
+        """Of what is kept of a layer, by letter."""
+        return dict(zip("SA", self.factor_shapes(block), strict=True))
+
+    def factor_shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of S and A of a layer."""
         (_, o, i), c = block.shape, block.factor_groups
         inputs, outputs = self.sharing_rule.only_diagonal(block)
@@ -174,19 +185,8 @@ class Layered(Structure):
 
     def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """S and A of a layer that a pass did not use."""
-        s, a = (torch.zeros(shape, dtype=dtype, device=block.device) for shape in self.shapes(block))
+        s, a = (torch.zeros(shape, dtype=dtype, device=block.device) for shape in self.factor_shapes(block))
         return s, a
-
-    def identity_factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> dict[str, Tensor] | None:
-        """S = 1 and A = 1 of every layer; None where a pass must show first what has factors."""
-        out: dict[str, Tensor] = {}
-        for block in self.arrange(blocks):
-            if block.rule is None:
-                return None
-            for side, t in zip("SA", self.zeros(block, dtype), strict=True):
-                diagonal(t).fill_(1)
-                out[f"{block.names[0]}/{side}"] = t
-        return out
 
     @property
     def sharing_rule(self) -> Sharing:
@@ -282,8 +282,9 @@ class Layered(Structure):
     ) -> tuple[LayerSplit, Operator | None]:
         """The layers that have factors among these tensors, and the operator on the other parameters."""
         blocks = self.arrange(blocks)
+        optional = "" if any(key.endswith(("/Q", "/P")) for key in tensors) else "QP"  # a basis can be computed again
         for block in blocks:
-            self._check_factors(block, tensors)
+            self._check_factors(block, tensors, optional)
         unseen = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
         covered = [block for block in blocks if f"{block.names[0]}/S" in tensors or block in unseen]
         split = LayerSplit(tuple(covered), frozenset(name for block in unseen for name in block.names))
@@ -297,18 +298,21 @@ class Layered(Structure):
         uncovered = [block for block in blocks if block not in covered]
         params = {name: p for name, p in model.params.items() if name not in names}
         smaller = replace(model, params=params)
-        fallback = self.fallback.restore(smaller, _repositioned(uncovered, params), below)
+        try:
+            fallback = self.fallback.restore(smaller, _repositioned(uncovered, params), below)
+        except StateError as error:
+            raise StateError(f"{FALLBACK}{error}") from error
         return split, None if fallback is None else fallback.with_power(self.power)
 
-    def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
-        """S and A of a layer are there both or not at all, and have their shapes."""
-        keys = [f"{block.names[0]}/{side}" for side in "SA"]
-        if not any(key in tensors for key in keys):
-            return
-        for key, shape in zip(keys, self.shapes(block), strict=True):
-            if key not in tensors:
+    def _check_factors(self, block: Block, tensors: Mapping[str, Tensor], optional: str) -> None:
+        """The tensors of a layer have their shapes, and are all there or none, but for the ``optional`` letters."""
+        shapes = {f"{block.names[0]}/{letter}": shape for letter, shape in self.layer_shapes(block).items()}
+        there = shapes.keys() & tensors.keys()
+        for key, shape in shapes.items():
+            if key in there:
+                check_shape(f"{key} of the metric", tensors[key], shape)
+            elif there and key[-1] not in optional:
                 raise StateError(f"{key} of the metric is missing in the state")
-            check_shape(f"{key} of the metric", tensors[key], shape)
 
 
 @final
@@ -723,20 +727,6 @@ class LayerOperator(Operator):
             factors = {"S": eigenvalues(s), "A": eigenvalues(a)}
             values = self.layer_values(b, factors["S"], factors["A"])
             yield LayerSpectrum(block.names, factors, {"S": diagonal(s), "A": diagonal(a)}, values)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        below = {} if self.fallback is None else self.fallback.shapes()
-        out = {FALLBACK + key: shape for key, shape in below.items()}
-        for b, block in enumerate(self.blocks):
-            if not self.saw(b):
-                out[f"{block.names[0]}/{UNSEEN}"] = (0,)
-                continue
-            s, a = tuple(self.left[b].shape), tuple(self.right[b].shape)
-            shapes = {"S": s, "A": a, "D": block.shape}
-            shapes |= {"Q": s} if len(s) == 3 else {}
-            shapes |= {"P": a} if len(a) == 3 else {}
-            out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items() if letter in self.by_letter}
-        return out
 
     def tensors(self) -> dict[str, Tensor]:
         """A layer that no pass has used has a mark in place of its tensors."""

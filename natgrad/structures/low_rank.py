@@ -24,7 +24,7 @@ from natgrad.linalg import (
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure, check_shape
 from natgrad.structures.dense import CholeskyInverse, Dense, restore_inverse
 from natgrad.structures.implicit import Implicit
 from natgrad.structures.kernel import Kernel
@@ -87,11 +87,10 @@ class LowRank(Structure):
         return with_floor(layout, u, values, kernel.diagonal(), self.rank).with_power(self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        layout = Layout.of(model.params, tensors["values"].dtype)
-        u, values, floor = (tensors[key] for key in ("vectors", "values", "floor"))
-        if self.power != 1 and bool((floor != floor[:1]).any()):  # saved at the power 1
-            return LowRankOperator(layout, u, values, floor, self.rank).with_power(self.power)
-        return LowRankOperator(layout, u, values, floor, self.rank, power=self.power)
+        G = restored(model, tensors, self.rank)
+        if self.power != 1 and bool((G.floor != G.floor[:1]).any()):  # saved at the power 1
+            return G.with_power(self.power)
+        return replace(G, power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
@@ -181,10 +180,6 @@ class LowRankOperator(Operator):
     def nonnegative(self) -> dict[str, Tensor]:
         return {"values": self.values, "floor": self.floor}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        p, r = self.layout.size, self.values.numel()
-        return {"vectors": (p, r), "values": (r,), "floor": (p,)}
-
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         if "factor" in tensors:
             return WoodburyInverse(self.layout, Columns(tensors["root"]), tensors["scale"], tensors["factor"])
@@ -249,6 +244,14 @@ def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     positive = values > values.numel() * torch.finfo(values.dtype).eps * values[-1:]
     keep = positive.nonzero().squeeze(-1).flip(0)[:rank]
     return values[keep], vectors[:, keep]
+
+
+def restored(model: Model, tensors: Mapping[str, Tensor], rank: int) -> LowRankOperator:
+    """The operator of a checkpoint, at the power 1."""
+    u, values, floor = (tensors[key] for key in ("vectors", "values", "floor"))
+    for key, shape in (("vectors", (model.size, values.numel())), ("floor", (model.size,))):
+        check_shape(f"{key} of the metric", tensors[key], shape)
+    return LowRankOperator(Layout.of(model.params, values.dtype), u, values, floor, rank)
 
 
 def with_floor(layout: Layout, u: Tensor, values: Tensor, diagonal: Tensor, rank: int) -> LowRankOperator:
@@ -324,6 +327,4 @@ class Nystrom(Structure):
         return LowRankOperator(G.layout, U, values - floor, floor.expand(p).clone(), rank)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        layout = Layout.of(model.params, tensors["values"].dtype)
-        u, values, floor = (tensors[key] for key in ("vectors", "values", "floor"))
-        return LowRankOperator(layout, u, values, floor, self.rank)
+        return restored(model, tensors, self.rank)
