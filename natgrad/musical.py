@@ -47,7 +47,7 @@ def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: Damp
     solver = solver or Cholesky()
     check_slots(G=(G, Operator), ω=(ω, Covector), solver=(solver, Solver))
     check_finite(ω.flatten(), "the differential")
-    return solver.sharp(solver.init(G, damping), ω)
+    return solver.init(G, damping).sharp(ω)
 
 
 def natural_gradient(

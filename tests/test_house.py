@@ -204,9 +204,9 @@ LINES: dict[str, int] = {
     "output": 1245,
     "pullbacks": 4369,
     "rules": 1303,
-    "solve": 241,
+    "solve": 239,
     "step": 832,
-    "structures": 3319,
+    "structures": 3260,
     "vi": 1291,
     "watch": 575,
 }

@@ -10,7 +10,6 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, check_damping, check_number_fields
 from natgrad.structures.base import IdentityOperator, Inverse, Operator
 from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
@@ -22,7 +21,7 @@ class Solver(ABC):
     """The base class of solvers, which invert the metric.
 
     Method:
-        v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; ``sharp`` applies it to any covector.
+        v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; its result takes any covector.
     """
 
     by_layer: ClassVar[bool] = False  # whether the inverse of a layer depends on that layer alone
@@ -44,10 +43,6 @@ class Solver(ABC):
         Where that raises, some layers of the last inverse may be new, and the others as they were.
         """
         return self.init(G, damping, last.tensors())
-
-    def sharp(self, state: Inverse, ω: Covector) -> Vector:
-        """ω♯ from what ``init`` returned."""
-        return state.sharp(ω)
 
 
 @final

@@ -194,9 +194,6 @@ class DenseOperator(MatrixOperator):
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> DenseOperator:
         return DenseOperator(self.layout, *matrices, power=power)
 
-    def product(self, v: Tensor) -> Tensor:
-        return self._powered[0] @ v
-
     def dense(self) -> Tensor:
         return self._powered[0]
 
@@ -239,6 +236,29 @@ class BlockDenseOperator(MatrixOperator):
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
         return super().pseudo_inverse(damping, rtol, weight)
+
+
+class FormedOperator(Operator):
+    """A metric that is known by its products; its inverse, and what else needs eigenvalues, are those of its matrix."""
+
+    def formed(self) -> DenseOperator:
+        """The same as a matrix [p p]."""
+        return DenseOperator(self.layout, self.dense())
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Operator:
+        return self.formed().map(f)
+
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        return self.formed().logdet(damping)
+
+    def inverse(self, damping: Damping) -> Inverse:
+        return self.formed().inverse(damping)
+
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+        return self.formed().pseudo_inverse(damping, rtol, weight)
+
+    def lerp(self, other: Operator, weight: float) -> Self:
+        self.refuse("a moving average", "average what it is made of")
 
 
 # Structures.
@@ -457,7 +477,7 @@ def _of_blocks(shifts: float | Tensor, numbers: int | list[int]) -> float | Tens
 
 
 class BlockInverse(Inverse):
-    """A matrix for every block, from which its inverse follows; blocks of one size are treated as one batch."""
+    """T Tᵀ of a matrix for every block; blocks of one size are treated as one batch."""
 
     layout: Layout
     indices: tuple[Tensor, ...]  # [b d] flattened positions
@@ -466,6 +486,9 @@ class BlockInverse(Inverse):
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{self.prefix}{at}": factor for at, factor in enumerate(self.factors)}
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return self.each(lambda T, columns: T @ (T.mT @ columns), ω)
 
     def each(self, multiply: Callable[[Tensor, Tensor], Tensor], t: Tensor) -> Tensor:
         """Of t [*s p]: a function of the factor [b d e] and the columns [b d s] of every block."""
@@ -515,9 +538,6 @@ class PowerInverse(BlockInverse):
     factors: tuple[Tensor, ...]  # T = (G + λ)^-p/2
     prefix: ClassVar[str] = "power/"
 
-    def solve(self, ω: Tensor) -> Tensor:
-        return self.each(_times_square, ω)
-
     def root_times(self, ξ: Tensor) -> Tensor:
         return self.each(torch.matmul, ξ)
 
@@ -539,14 +559,6 @@ class PseudoInverse(BlockInverse):
     indices: tuple[Tensor, ...]
     factors: tuple[Tensor, ...]  # [b d r]: the pseudo-inverse is T Tᵀ
     prefix: ClassVar[str] = "root/"
-
-    def solve(self, ω: Tensor) -> Tensor:
-        return self.each(_times_square, ω)
-
-
-def _times_square(T: Tensor, columns: Tensor) -> Tensor:
-    """T Tᵀ of every block times its columns."""
-    return T @ (T.mT @ columns)
 
 
 def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: float, what: str) -> Tensor:

@@ -242,18 +242,9 @@ class EigenKroneckerOperator(LayerOperator):
 
         Where this one has another basis, its diagonal in the newer one is taken: no more than that can be kept.
         """
-        self.same_kind(other)
-        there = cast(EigenKroneckerOperator, other)
-        fallback = self.fallback_lerp(there, weight)
-        return replace(
-            there,
-            left=self.layers_lerp(there, self.left, there.left, weight),
-            right=self.layers_lerp(there, self.right, there.right, weight),
-            scales=self.layers_lerp(there, there.basis.change_basis(self.scales, self.basis), there.scales, weight),
-            fallback=fallback,
-            unseen=self.unseen & there.unseen,
-            positions=(),
-        )
+        mean, there = super().lerp(other, weight), cast(EigenKroneckerOperator, other)
+        old = there.basis.change_basis(self.scales, self.basis)
+        return replace(mean, basis=there.basis, scales=self.layers_lerp(there, old, there.scales, weight))
 
     def with_new_basis(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now, with D carried there."""

@@ -10,7 +10,6 @@ from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from natgrad.accelerate.autograd import vjp
 from natgrad.accelerate.devices import without_fused_recurrence
@@ -23,7 +22,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure
-from natgrad.structures.dense import DenseOperator
+from natgrad.structures.dense import FormedOperator
 
 
 @final
@@ -154,7 +153,7 @@ class ImplicitOperator(RootedOperator):
 
 @final
 @dataclass(frozen=True, repr=False)
-class HessianOperator(Operator):
+class HessianOperator(FormedOperator):
     """The Hessian of a loss as products with vectors; it need not be positive.
 
     Made by ``natgrad.hessian``, or from any function of named parameters by ``HessianOperator.at``.
@@ -213,15 +212,6 @@ class HessianOperator(Operator):
         columns = eye.split(HESSIAN_COLUMNS)
         matrix = sum_of(self.terms(), lambda graph: torch.cat([graph.products(some) for some in columns]))
         return 0.5 * (matrix + matrix.T)
-
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        return DenseOperator(self.layout, self.dense()).logdet(damping)
-
-    def lerp(self, other: Operator, weight: float) -> Self:
-        self.refuse("a moving average", "take the Hessian of the averaged objective")
-
-    def inverse(self, damping: Damping) -> Inverse:
-        return DenseOperator(self.layout, self.dense()).inverse(damping)
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         self.refuse("Pinv", "a Hessian can be indefinite, and then it need not descend; use CG() or Cholesky()")

@@ -11,7 +11,6 @@ from typing import ClassVar, cast, final
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from typing_extensions import Self
 
 from natgrad.accelerate.moments import add_gram_, mirror_
 from natgrad.accelerate.roots import spectrum
@@ -33,7 +32,7 @@ from natgrad.pullbacks.example_grads import ExampleGrads
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, RootedOperator, Structure, check_shape
-from natgrad.structures.dense import DenseOperator
+from natgrad.structures.dense import FormedOperator
 from natgrad.structures.woodbury import RangeInverse, WoodburyInverse, refine
 
 _REFINED = 2  # steps of iterative refinement
@@ -313,11 +312,6 @@ class KernelOperator(RootedOperator):
     def _range_inverse(self, inside: Tensor, outside: float) -> RangeInverse:
         return RangeInverse(self.layout, KernelRange(self), inside, inside.new_tensor(outside))
 
-    def absolute(self, damping: Damping) -> float:
-        if not isinstance(damping, Relative):
-            return damping
-        return damping.epsilon * float(self.gram().diagonal().sum()) / self.layout.size
-
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
             self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
@@ -540,7 +534,7 @@ def _pad(t: Tensor, dim: int, size: int) -> Tensor:
 
 @final
 @dataclass(frozen=True, repr=False)
-class RowStack(RootedOperator):
+class RowStack(FormedOperator, RootedOperator):
     """G = RᵀR with the rows R [m p] of several kernels, one below the other, the rows of each times its ``scale``.
 
     Each kernel is that of one function of the parameters on points of its own (the residuals inside of a domain, and
@@ -607,17 +601,5 @@ class RowStack(RootedOperator):
         rows = self.rows()
         return rows.T @ rows
 
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        return DenseOperator(self.layout, self.dense()).logdet(damping)
-
-    def lerp(self, other: Operator, weight: float) -> Self:
-        self.refuse("a moving average", "stack the rows of both")
-
     def tensors(self) -> dict[str, Tensor]:
         return {f"{c}/{name}": t for c, kernel in enumerate(self.kernels) for name, t in kernel.tensors().items()}
-
-    def inverse(self, damping: Damping) -> Inverse:
-        return DenseOperator(self.layout, self.dense()).inverse(damping)
-
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        return DenseOperator(self.layout, self.dense()).pseudo_inverse(damping, rtol, weight)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Literal, cast, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -470,16 +470,6 @@ class KroneckerOperator(LayerOperator):
             power=self.power,
             products=True,
         )
-
-    def lerp(self, other: Operator, weight: float) -> KroneckerOperator:
-        """A and S are averaged, each by itself, as in Martens and Grosse (2015, section 5)."""
-        self.same_kind(other)
-        there = cast(KroneckerOperator, other)
-        fallback = self.fallback_lerp(there, weight)
-        left = self.layers_lerp(there, self.left, there.left, weight)
-        right = self.layers_lerp(there, self.right, there.right, weight)
-        unseen = self.unseen & there.unseen
-        return replace(self, left=left, right=right, fallback=fallback, unseen=unseen, positions=())
 
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.

@@ -662,10 +662,17 @@ class LayerOperator(Operator):
 
     # Averages.
 
-    def fallback_lerp(self, other: LayerOperator, weight: float) -> Operator | None:
-        """The average on the uncovered parameters."""
-        self.same_layers(other.blocks)
-        return None if self.fallback is None else self.fallback.lerp(cast(Operator, other.fallback), weight)
+    def lerp(self, other: Operator, weight: float) -> Self:
+        """A and S are averaged, each by itself, as in Martens and Grosse (2015, section 5)."""
+        self.same_kind(other)
+        there = cast(LayerOperator, other)
+        self.same_layers(there.blocks)
+        sides = ((self.left, there.left), (self.right, there.right))
+        left, right = (self.layers_lerp(there, old, new, weight) for old, new in sides)
+        fallback = None if self.fallback is None else self.fallback.lerp(cast(Operator, there.fallback), weight)
+        return replace(  # type: ignore[type-var]  # a dataclass
+            self, left=left, right=right, fallback=fallback, unseen=self.unseen & there.unseen, positions=()
+        )
 
     def layers_lerp(
         self, other: LayerOperator, old: Sequence[Tensor], new: Sequence[Tensor], weight: float
@@ -869,32 +876,22 @@ class LayerInverse(Inverse):
             v |= unflatten(self.fallback.solve(self.uncovered.take(ω)), self.fallback.layout.like)
         return torch.cat([v[name].reshape(-1) for name in self.layout.like])
 
-    def sharp(self, ω: Covector) -> Vector:
+    def sharp(self, ω: Covector, pairs: list[tuple[Tensor, Tensor]] | None = None) -> Vector:
+        """ω♯, in the precision of every parameter. Appends the tensors of ω and ω♯ to ``pairs``."""
         check_kind(ω, Covector, "inverse.sharp(ω)")
         named = dict(ω.items())
         self.layout.check(named)
-        v = self._solve_layers(named)
+        v = self._solve_layers(named, pairs)
         if self.fallback is not None:
-            v |= self.fallback.sharp(Covector(self.uncovered.named(ω)))
-        return self._vector(v)
+            below = self.fallback.sharp(Covector(self.uncovered.named(ω)))
+            v |= below
+            if pairs is not None:
+                pairs += [(named[name], t.to(self.layout.dtype)) for name, t in below.items()]
+        return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
-        check_kind(ω, Covector, "inverse.sharp_with_pairing(ω)")
-        named = dict(ω.items())
-        self.layout.check(named)
         pairs: list[tuple[Tensor, Tensor]] = []
-        v = self._solve_layers(named, pairs)
-        pairing = fused.pairing(pairs) if pairs else None
-        if self.fallback is not None:
-            below, more = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
-            v |= below
-            pairing = more if pairing is None else pairing + more.to(pairing.dtype)
-        assert pairing is not None
-        return self._vector(v), pairing
-
-    def _vector(self, v: Mapping[str, Tensor]) -> Vector:
-        """In the precision of every parameter."""
-        return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
+        return self.sharp(ω, pairs), fused.pairing(pairs)
 
     def _solve_layers(
         self, ω: Mapping[str, Tensor], pairs: list[tuple[Tensor, Tensor]] | None = None

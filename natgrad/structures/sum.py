@@ -9,14 +9,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import Damping, check_positive
-from natgrad.structures.base import Inverse, Layout, Operator
-from natgrad.structures.dense import DenseOperator
+from natgrad.linalg import check_positive
+from natgrad.structures.base import Layout, Operator
+from natgrad.structures.dense import FormedOperator
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class SumOperator(Operator):
+class SumOperator(FormedOperator):
     """The sum of metrics on the same parameters, such as those of a new task and an old one.
 
     Args:
@@ -69,22 +69,7 @@ class SumOperator(Operator):
         return self._sum(lambda part: part.dense())
 
     def eigenvalues(self) -> Tensor:
-        return self._whole().eigenvalues()
-
-    def map(self, f: Callable[[Tensor], Tensor]) -> Operator:
-        return self._whole().map(f)
-
-    def inverse(self, damping: Damping) -> Inverse:
-        return self._whole().inverse(damping)
-
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        return self._whole().pseudo_inverse(damping, rtol, weight)
+        return self.formed().eigenvalues()
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{i}/{name}": t for i, part in enumerate(self.parts) for name, t in part.tensors().items()}
-
-    def lerp(self, other: Operator, weight: float) -> SumOperator:
-        self.refuse("a moving average", "average its parts")
-
-    def _whole(self) -> DenseOperator:
-        return DenseOperator(self.layout, self.dense())
