@@ -57,9 +57,9 @@ LAYERS: dict[str, Layer] = {
     "GroupNormRule": Layer(lambda: nn.GroupNorm(2, 4), normal(3, 4, 5)),
     "BatchNormRule": Layer(lambda: nn.BatchNorm1d(4), normal(5, 4, 3)),
     "InstanceNormRule": Layer(lambda: nn.InstanceNorm1d(4, affine=True), normal(3, 4, 5)),
-    "PReLURule": Layer(lambda: nn.PReLU(3), normal(5, 3, 2)),
+    "EntriesRule": Layer(lambda: nn.PReLU(3), normal(5, 3, 2)),
     "ConvRule": Layer(lambda: nn.Conv2d(2, 4, (2, 3), padding=1, stride=(2, 1), groups=2), normal(3, 2, 4, 3)),
-    "TransposedConvRule": Layer(lambda: nn.ConvTranspose1d(3, 2, 3, stride=2, padding=1), normal(3, 3, 4)),
+    "ProductRule": Layer(lambda: nn.ConvTranspose1d(3, 2, 3, stride=2, padding=1), normal(3, 3, 4)),
     "RecurrentRule": Layer(lambda: nn.LSTM(3, 2, batch_first=True), normal(4, 3, 3), lambda y: y[0]),  # type: ignore[index]
     "CellRule": Layer(lambda: nn.GRUCell(3, 4), normal(5, 3)),
     "AttentionRule": Layer(lambda: nn.MultiheadAttention(4, 2, batch_first=True), normal(4, 3, 4), lambda y: y[0]),  # type: ignore[index]

@@ -501,14 +501,14 @@ def _status(model: Model, given: list[Block], tape: Tape, graph: Survey, shown: 
 
 def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[int, ...]]]:
     """All that the status depends on in the calls: what was called, in one flat tuple, and the shapes."""
-    hiding = replaying([type(use.of.rule) for use in uses])
+    hiding = replaying([type(use.rule) for use in uses])
     calls: list[Hashable] = []
     shapes: list[tuple[int, ...]] = []
     for use in uses:
-        calls += id(use.of.module), type(use.of.rule)
-        calls.extend(use.of.entries)
+        calls += id(use.module), type(use.rule)
+        calls.extend(use.entries)
         shapes += use.shapes
-        if hiding and type(use.of.rule) in hiding:  # how often its parameters enter, and what it was given
+        if hiding and type(use.rule) in hiding:  # how often its parameters enter, and what it was given
             given = [t.shape for t in tensors_of((use.call.args, use.call.kwargs))]
             edges = tuple(edge is None for edge in use.edges)
             calls.append((tuple(use.entries.values()), len(given), edges, use.call.training))

@@ -517,7 +517,7 @@ class CapturedKernels:
             return [], None
         at_uses = self._uses_of(numbers)
         uses = [self.tape.uses[at] for at in at_uses]
-        buffers, names = buffers_of([use.of.module for use in uses]), self.layers.names
+        buffers, names = buffers_of([use.module for use in uses]), self.layers.names
         key = (
             side,
             self.layers.sharing,

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from natgrad.accelerate.autograd import pulled, without_hooks
 from natgrad.accelerate.moments import single
-from natgrad.accelerate.patches import Axis
 from natgrad.model import Model
 from natgrad.pullbacks.batch_axis import size_pattern
 from natgrad.pullbacks.layer import Block, Facet, ParameterSlice
 from natgrad.pullbacks.operations import Operand, Operation, missed
 from natgrad.pullbacks.row_examples import Probe, RowExamples
-from natgrad.pullbacks.tape import Ruled, Tape, Use
+from natgrad.pullbacks.tape import Tape, Use
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, OneHot, Patches, Rows
 
@@ -364,7 +363,7 @@ class ProductRule(OperationRule):
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
         (operation, examples), (c, o, _) = self.use, self.packing.shape
         if self._reads_images and self.o is None:
-            return Patches(g, (Axis(1),) * len(operation.axes), operation.groups)
+            return Patches(operation.crop(g), operation.outer, operation.groups)
         x = examples.gather(operation.cotangents(g), 1)
         if self.c is None and self.o is None and x.shape[3] == 1:
             return Rows(x.squeeze(3))
@@ -911,7 +910,7 @@ class _PlannedUse:
         if isinstance(rule, EntriesRule):
             rule = replace(rule, operand=operation.bias if self.of_bias else operation.weight, leaf=leaves[self.name])
         shapes = (torch.Size(operation.shape),)
-        return Use(Ruled(self.kind.modules[0], rule, {}), Call((), {}), (operation.edge,), shapes, operation.half)
+        return Use(self.kind.modules[0], rule, {}, Call((), {}), (operation.edge,), shapes, operation.half)
 
 
 @final

@@ -177,6 +177,10 @@ class Operand:
 # Uses.
 
 
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
 @final
 @dataclass(eq=False)
 class Operation:
@@ -197,7 +201,9 @@ class Operation:
     groups: int = 1  # c, where an axis of the weight has two roles
     index: Tensor | None = None  # [r] of a lookup: a is one-hot there, or zero where the row has no member
     members: Callable[[], Tensor] | None = None  # [r c], one where a row belongs to a group; None: to all
-    axes: tuple[Axis, ...] = ()  # of a convolution: what its outputs read of the images ``data``
+    axes: tuple[Axis, ...] = ()  # of a convolution: what its positions read of the images ``data``
+    outer: tuple[Axis, ...] = ()  # and what they read of the cotangents, of which only a ``crop`` is read
+    crop: Map = _same
     data: Tensor | None = None  # what a is made of
     version: int = 0
     edge: GradientEdge | None = None
@@ -222,7 +228,16 @@ class Operation:
 
     def place(self, leaves: Mapping[str, Tensor], names: Mapping[int, str]) -> Hashable:
         """The key of the layer that it is a use of, the same in every pass."""
-        what = self.name, self.roles, self.bias_roles, self.scale, self.groups, self.index is None, self.axes
+        what = (
+            self.name,
+            self.roles,
+            self.bias_roles,
+            self.scale,
+            self.groups,
+            self.index is None,
+            self.axes,
+            self.outer,
+        )
         return (*what, *((operand is self.bias, operand.place(leaves, names)) for operand in self.operands))
 
     def inputs(self) -> Tensor:
@@ -262,10 +277,6 @@ def _flat(t: Tensor) -> Tensor:
 
 def _last(t: Tensor) -> Tensor:
     return t.movedim(1, -1)
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 Find: TypeAlias = Callable[[Any], Operand | None]  # the operand that an argument is, if it is one
@@ -374,25 +385,6 @@ def _binary(p: Find, gain: bool, x: Any, y: Any, scale: float = 1) -> Operation 
     return result
 
 
-def _quotient(p: Find, x: Any, y: Any, rounding_mode: Any = None) -> Operation | None:
-    """x / w for a divisor w: its derivative is −x/w²."""
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or p(x) or p(y) is None or rounding_mode is not None:
-        return _binary(p, True, x, 1 / y) if isinstance(x, Tensor) and p(x) and isinstance(y, Tensor) else None
-    shape = torch.broadcast_shapes(x.shape, y.shape)
-    divisor = y.detach()
-    return _entries(p, lambda t: t.expand(shape), lambda: -x / divisor.square(), y, x, "quotient")
-
-
-def _choice(p: Find, mask: Tensor, x: Tensor, y: Tensor) -> list[Operation]:
-    """where(mask, x, y)."""
-    shape = torch.broadcast_shapes(mask.shape, x.shape, y.shape)
-
-    def chosen(operand: Tensor, where: Tensor) -> Operation:
-        return _entries(p, lambda t: t.expand(shape), lambda: where.to(operand.dtype), operand, mask, "choice")
-
-    return [chosen(t, where) for t, where in ((x, mask), (y, ~mask)) if p(t)]
-
-
 def _entrywise(run: Callable[..., Tensor]) -> Form:
     """Any function of every entry by itself: the derivative by each of its operands, as autograd knows it."""
 
@@ -448,28 +440,40 @@ def _joined(p: Find, tensors: Sequence[Tensor], dim: int = 0) -> list[Operation]
 
 
 def _convolution(
-    p: Find, x: Any, w: Any, b: Any, stride: Any, pad: Any, dilation: Any, mirrored: bool, _: Any, c: int
+    p: Find, x: Any, w: Any, b: Any, stride: Any, pad: Any, dilation: Any, mirrored: bool, extra: Any, c: int
 ) -> Any:
+    """Positions read patches of x; mirrored (transposed), they read x itself, and patches of the cotangents."""
     if p(x):
         return None
     k = w.ndim - 2
-    sizes = zip(w.shape[2:], *(list(v) * (k // len(v)) for v in (stride, dilation, pad)), strict=True)
-    axes = tuple(Axis(kernel, step, apart, before=side, after=side) for kernel, step, apart, side in sizes)
+    sizes = list(zip(w.shape[2:], *(list(v) * (k // len(v)) for v in (stride, dilation, pad, extra)), strict=True))
+    itself = (Axis(1),) * k
 
-    def cut(t: Tensor) -> Tensor:
+    def rows(t: Tensor, axes: Sequence[Axis]) -> Tensor:
         return patches(t, axes, c).flatten(0, 1)
 
-    def whole(t: Tensor) -> Tensor:
-        return patches(t, [Axis(1)] * k, c).flatten(0, 1)
-
     if not mirrored:
-        roles = ("co", *["i"] * (w.ndim - 1))
-        bias_roles = ("co",) if p(b) else ()
-        of_weight, of_bias = (p(w), roles if p(w) else ()), (p(b), bias_roles)
-        return Operation("product", whole, lambda: cut(x), *of_weight, *of_bias, groups=c, axes=axes, data=x)
+        axes = tuple(Axis(kernel, step, apart, before=side, after=side) for kernel, step, apart, side, _ in sizes)
+        result = Operation("product", lambda g: rows(g, itself), lambda: rows(x, axes), p(w), bias=p(b), groups=c)
+        result.roles = ("co", *["i"] * (w.ndim - 1)) if p(w) else ()
+        result.bias_roles = ("co",) if p(b) else ()
+        result.data, result.axes, result.outer = x, axes, itself
+        return result
+    axes = tuple(Axis(kernel, step, apart, side, max(side - more, 0)) for kernel, step, apart, side, more in sizes)
+
+    def crop(g: Tensor) -> Tensor:
+        """Without the outputs at the ends that output padding has added, and no input reaches."""
+        for at, (*_, side, more) in enumerate(sizes, start=-k):
+            g = g.narrow(at, 0, g.shape[at] - max(more - side, 0))
+        return g
+
+    of_bias = [_entries(p, _last, None, b, x, "offset")] if p(b) else []
+    if p(w) is None:
+        return of_bias
     roles = ("ci", *["o"] * (w.ndim - 1))
-    result = [Operation("product", cut, lambda: whole(x), p(w), roles, groups=c, data=x)] if p(w) else []
-    return result + ([_entries(p, _last, None, b, x, "offset")] if p(b) else [])
+    result = Operation("product", lambda g: rows(crop(g), axes), lambda: rows(x, itself), p(w), roles, groups=c)
+    result.data, result.axes, result.outer, result.crop = x, itself, axes, crop
+    return [result, *of_bias]
 
 
 def _lookup(p: Find, w: Tensor, index: Tensor, padding: int = -1, scaled: bool = False, *_: Any) -> Operation | None:
@@ -532,11 +536,12 @@ FORMS: dict[str, Form] = {
     "add": lambda p, x, y, alpha=1: _binary(p, False, x, y, alpha),
     "sub": lambda p, x, y, alpha=1: _binary(p, False, x, y, -alpha),
     "mul": lambda p, x, y: _binary(p, True, x, y),
-    "div": _quotient,
-    "where": _choice,
     "index_put": _assigned,
     "copy": _copied,
-    **{name: _entrywise(getattr(torch, name)) for name in ("pow", "lerp", "addcmul", "addcdiv", "maximum", "minimum")},
+    **{
+        name: _entrywise(getattr(torch, name))
+        for name in ("div", "pow", "where", "lerp", "addcmul", "addcdiv", "maximum", "minimum")
+    },
     "_prelu_kernel": lambda p, x, w: _entries(p, _same, lambda: x.clamp(max=0), w, x, "gain") if not p(x) else None,
     "native_layer_norm": lambda p, x, s, w, b, eps: _normalised(p, _same, lambda: F.layer_norm(x, s, eps=eps), w, b, x),
     "_fused_rms_norm": lambda p, x, s, w, eps: _normalised(p, _same, lambda: F.rms_norm(x, s, None, eps), w, None, x),

@@ -117,40 +117,20 @@ class Hooks:
 
 @final
 @dataclass(frozen=True)
-class Ruled:
-    """A module and its rule; ``entries``: how often one call puts each parameter (by id) into the graph."""
+class Use:
+    """One call of a module with a rule: its arguments, and the shape and gradient edge of each output.
+
+    ``entries``: how often the call puts each parameter, by its id, into the graph.
+    """
 
     module: nn.Module
     rule: Rule
     entries: Mapping[int, int]
-
-
-@final
-@dataclass(frozen=True)
-class Use:
-    """One call of a module with a rule: its arguments, and the shape and gradient edge of each output."""
-
-    of: Ruled
     call: Call
     edges: tuple[GradientEdge | None, ...]  # None for an output without a gradient
     shapes: tuple[torch.Size, ...]
     half: bool  # whether an output is in float16
     axis: BatchAxis | None = None  # in the graph, if call and shapes are of a view (see ``with_batch_first``)
-
-    @property
-    def module(self) -> nn.Module:
-        """The called module."""
-        return self.of.module
-
-    @property
-    def rule(self) -> Rule:
-        """Its rule."""
-        return self.of.rule
-
-    @property
-    def entries(self) -> Mapping[int, int]:
-        """How often this call put each parameter into the graph."""
-        return self.of.entries
 
     @property
     def shape(self) -> torch.Size:
@@ -196,7 +176,7 @@ class Recorder:
         hiding = replaying(map(type, self._rules.values()))
         self._replayed = {layer for layer, rule in self._rules.items() if type(rule) in hiding}
         self._hooks = Hooks()
-        self._once: dict[nn.Module, Ruled] = {}
+        self._once: dict[nn.Module, Mapping[int, int]] = {}  # ``entries`` of layers whose parameters enter it once
         self._operations: OperationRecorder | None = None
         self._norms: NormMode | None = None
         self._unknown: list[str] = []  # normalisations that were not understood
@@ -255,25 +235,32 @@ class Recorder:
             if output.requires_grad:  # the fast path of most layers
                 output = not_viewed(output) if type(module).forward is nn.Linear.forward else output
                 x = _constant(args[0]) if isinstance(args[0], Tensor) else map_tensors(args[0], _constant)
-                call, half = Call((x,), {}, module.training), output.dtype is torch.float16
-                self.uses.append(Use(self._ruled(module), call, (edge_of(output),), (output.shape,), half))
+                self._add(module, Call((x,), {}, module.training), output)
             return output
         if isinstance(output, Jet):
             return self._watch_jet(module, args, output)
-        if not any(t.requires_grad for t in tensors_of(output)):
+        outputs = tensors_of(output)
+        if not any(t.requires_grad for t in outputs):
             return None
         call = Call(map_tensors(args, _constant), map_tensors(kwargs, _constant), module.training)
-        if module in self._replayed:
-            given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
-            output = apart(output, given)
-            of = Ruled(module, self._rules[module], leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given))
-        else:
-            of = self._ruled(module)
+        if module not in self._replayed:
+            return self._add(module, call, *outputs)
+        given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
+        output = apart(output, given)
         outputs = tensors_of(output)
-        edges = tuple(edge_of(t) if t.requires_grad else None for t in outputs)
+        self._add(module, call, *outputs, entries=leaf_uses([t.grad_fn for t in outputs], stop=given))
+        return output
+
+    def _add(self, module: nn.Module, call: Call, *outputs: Tensor, entries: Mapping[int, int] | None = None) -> None:
+        """A use with these outputs. Without ``entries``, every parameter of the layer enters the graph once."""
+        rule = self._rules[module]
+        if entries is None:
+            entries = self._once.get(module)
+            if entries is None:
+                entries = self._once[module] = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
+        edges = tuple([edge_of(t) if t.requires_grad else None for t in outputs])
         half = any(t.dtype is torch.float16 for t in outputs)
-        self.uses.append(Use(of, call, edges, tuple(t.shape for t in outputs), half))
-        return output if module in self._replayed else None
+        self.uses.append(Use(module, rule, entries, call, edges, tuple([t.shape for t in outputs]), half))
 
     def _listens(self) -> bool:
         """Whether what runs now belongs to the pass that is recorded."""
@@ -283,25 +270,14 @@ class Recorder:
     def _normalised(self, module: nn.Module, call: Call, z: Tensor) -> None:
         """A module has called the operation of its rule, and goes on with what that returned."""
         if module in self._rules:
-            self.uses.append(Use(self._ruled(module), call, (edge_of(z),), (z.shape,), z.dtype is torch.float16))
+            self._add(module, call, z)
 
     def _watch_jet(self, module: nn.Module, args: tuple[Any, ...], output: Jet) -> None:
         """A call with derivatives by the inputs (``natgrad.pde``): all channels are positions."""
         z = output.channels
         if self._rules[module].takes_jets and len(args) == 1 and isinstance(args[0], Jet) and z.requires_grad:
             x = args[0].detached()
-            call = Call((x, homogeneous(x)), {}, module.training)
-            use = Use(self._ruled(module), call, (edge_of(z),), (z.shape,), z.dtype is torch.float16)
-            self.uses.append(use)
-
-    def _ruled(self, module: nn.Module) -> Ruled:
-        """A layer whose parameters enter the graph once in each call; cached."""
-        ruled = self._once.get(module)
-        if ruled is None:
-            rule = self._rules[module]
-            entries = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
-            ruled = self._once[module] = Ruled(module, rule, entries)
-        return ruled
+            self._add(module, Call((x, homogeneous(x)), {}, module.training), z)
 
 
 def record(model: Model, blocks: Sequence[Block], x: Inputs, operations: bool = False) -> Tape:
@@ -416,7 +392,7 @@ class Tape:
     @cached_property
     def _replayed(self) -> tuple[int, ...]:
         """The positions in ``uses`` of the uses of replayed modules."""
-        kinds = [type(use.of.rule) for use in self.uses]
+        kinds = [type(use.rule) for use in self.uses]
         hiding = replaying(kinds)
         return tuple([at for at, kind in enumerate(kinds) if kind in hiding]) if hiding else ()
 
@@ -526,8 +502,8 @@ def _at_places(use: Use, places: Sequence[Place], nodes: Sequence[Any]) -> list[
     for place in places:
         u, z = shapes_at(place, nodes)
         call = replace(use.call, args=(use.call.x.reshape(u[:-1]).expand(z[:-1]),), kwargs={})
-        of = replace(use.of, entries={}) if out else use.of  # the table entered the graph once
-        out.append(replace(use, of=of, call=call, edges=(GradientEdge(nodes[place[0]], 0),), shapes=(z,)))
+        entries = {} if out else use.entries  # the table entered the graph once
+        out.append(replace(use, entries=entries, call=call, edges=(GradientEdge(nodes[place[0]], 0),), shapes=(z,)))
     return out
 
 

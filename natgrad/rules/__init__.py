@@ -14,16 +14,13 @@ from natgrad.rules.linear import ConvRule as ConvRule
 from natgrad.rules.linear import EmbeddingBagRule as EmbeddingBagRule
 from natgrad.rules.linear import EmbeddingRule as EmbeddingRule
 from natgrad.rules.linear import LinearRule as LinearRule
-from natgrad.rules.linear import TransposedConvRule as TransposedConvRule
 from natgrad.rules.norm import BatchNormRule as BatchNormRule
 from natgrad.rules.norm import GroupNormRule as GroupNormRule
 from natgrad.rules.norm import InstanceNormRule as InstanceNormRule
 from natgrad.rules.norm import LayerNormRule as LayerNormRule
-from natgrad.rules.norm import PReLURule as PReLURule
 from natgrad.rules.norm import RMSNormRule as RMSNormRule
 from natgrad.rules.replayed import AttentionRule as AttentionRule
 from natgrad.rules.replayed import CellRule as CellRule
-from natgrad.rules.replayed import GraphReplay as GraphReplay
 from natgrad.rules.replayed import RecurrentRule as RecurrentRule
 from natgrad.rules.replayed import Replay as Replay
 from natgrad.rules.replayed import Replayed as Replayed
@@ -37,9 +34,7 @@ RULES: tuple[Rule, ...] = (
     GroupNormRule(),
     BatchNormRule(),
     InstanceNormRule(),
-    PReLURule(),
     ConvRule(),
-    TransposedConvRule(),
     RecurrentRule(),
     CellRule(),
     AttentionRule(),

@@ -1,4 +1,4 @@
-"""The rules of layers that multiply by a weight: linear layers, embeddings, convolutions, transposed convolutions."""
+"""The rules of layers that multiply by a weight: linear layers, embeddings, convolutions."""
 
 from __future__ import annotations
 
@@ -167,13 +167,11 @@ def _membership(layer: nn.EmbeddingBag, index: Tensor, offsets: Tensor | None) -
     return torch.searchsorted(starts, positions, right=True) - 1, starts.numel()
 
 
-# Convolutions and transposed convolutions, in one, two and three dimensions.
+# Convolutions in one, two and three dimensions.
 
 
 _Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
-_Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @final
@@ -196,7 +194,8 @@ class ConvRule(Rule):
         return any(plain(module, kind, "weight", "bias") for kind in _CONVS)
 
     def batch_axis(self, module: nn.Module, call: Call) -> int | None:
-        return _batch_axis(cast(_Conv, module), call)
+        # None for one example without a batch axis: its first axis is that of the channels.
+        return 0 if call.argument(0, "input").ndim == cast(_Conv, module).weight.ndim else None
 
     def paddable(self, module: nn.Module, keys: Keys) -> bool:
         return "weight" in keys
@@ -204,11 +203,14 @@ class ConvRule(Rule):
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         layer = cast(_Conv, module)
         patches = Patches(*_padded(layer, call.x), layer.groups, "bias" in keys)
-        return patches if "weight" in keys else _ones(patches.x, *patches.shape[:3])
+        if "weight" in keys:
+            return patches
+        return DenseFeatures(patches.x.new_ones(()).expand(*patches.shape[:3], 1))
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Patches:
         layer = cast(_Conv, module)
-        return Patches(_batched_cotangents(layer, g), _pixels(layer), layer.groups)
+        g = g if g.ndim == layer.weight.ndim + 1 else g.unsqueeze(1)  # one example without a batch axis
+        return Patches(g, (Axis(1),) * len(layer.kernel_size), layer.groups)
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return matrices_shape(module, keys, cast(_Conv, module).groups)
@@ -218,97 +220,6 @@ class ConvRule(Rule):
 
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return matrices(block, cast(_Conv, module).groups)
-
-
-@final
-class TransposedConvRule(Rule):
-    """The layer rule of transposed convolutions.
-
-    Method:
-        z[p·s + u] += W_u x_p: the layer maps every input position p to a patch of the output, W [c (o·kernel) i].
-
-        So a is the input itself, r counts input positions, and g is the patch of cotangents around each of them. The
-        bias is added at output positions: it is a layer of its own.
-
-        How many positions there are follows from the size of the output, ⌊(size + 2·padding − span − 1)/s⌋ + 1 − ⌊q/s⌋
-        with output padding q. A call with ``output_size`` replaces q by one below s, and is refused where q ≥ s.
-
-    Example:
-        >>> layer = nn.ConvTranspose1d(2, 3, kernel_size=2, dilation=2, output_padding=1)
-        >>> y = layer(torch.randn(4, 2, 5))
-        >>> y.shape[2], TransposedConvRule().cotangents(layer, ("weight",), y.unsqueeze(0)).shape  # [k n r c o]
-        (8, (1, 4, 5, 1, 6))
-    """
-
-    pixels = True
-
-    def covers(self, module: nn.Module) -> bool:
-        return any(plain(module, kind, "weight", "bias") for kind in _TRANSPOSED)
-
-    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
-        return _batch_axis(cast(_Transposed, module), call)
-
-    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
-        return tuple((key,) for key in self.parameters(module))
-
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        layer = cast(_Transposed, module)
-        if keys == ("bias",):
-            return 1, layer.out_channels, 1
-        return layer.groups, layer.weight[0].numel(), layer.in_channels // layer.groups
-
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
-        layer = cast(_Transposed, module)
-        x = _batched(layer, call.x)
-        if keys == ("bias",):
-            return _ones(x, x.shape[0], _output_sizes(layer, call).numel(), 1)
-        _check_padding(layer, call)
-        return Patches(x, _pixels(layer), layer.groups)
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Patches:
-        layer = cast(_Transposed, module)
-        g = _batched_cotangents(layer, g)
-        if keys == ("bias",):
-            return Patches(g, _pixels(layer))
-        read, axes = _read(layer, g.flatten(0, 1))
-        return Patches(read.unflatten(0, g.shape[:2]), axes, layer.groups)
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        if "bias" in block:
-            return block["bias"].view(1, -1, 1)
-        c = cast(_Transposed, module).groups
-        return block["weight"].flatten(1).unflatten(0, (c, -1)).transpose(1, 2)
-
-    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        lead = packed.shape[:-3]
-        if keys == ("bias",):
-            return {"bias": packed.reshape(*lead, -1)}
-        weight = cast(_Transposed, module).weight
-        return {"weight": packed.transpose(-1, -2).reshape(*lead, *weight.shape)}
-
-
-def _ones(x: Tensor, n: int, r: int, c: int) -> DenseFeatures:
-    """The inputs of a bias alone."""
-    return DenseFeatures(x.new_ones(()).expand(n, r, c, 1))
-
-
-def _pixels(layer: _Conv | _Transposed) -> tuple[Axis, ...]:
-    """Every position reads itself alone."""
-    return (Axis(1),) * len(layer.kernel_size)
-
-
-def _batch_axis(layer: _Conv | _Transposed, call: Call) -> int | None:
-    """None for one example without a batch axis: its first axis is that of the channels."""
-    return 0 if call.argument(0, "input").ndim == layer.weight.ndim else None
-
-
-def _batched(layer: _Conv | _Transposed, x: Tensor) -> Tensor:
-    return x if x.ndim == layer.weight.ndim else x.unsqueeze(0)
-
-
-def _batched_cotangents(layer: _Conv | _Transposed, g: Tensor) -> Tensor:
-    """g [k n o *spatial]."""
-    return g if g.ndim == layer.weight.ndim + 1 else g.unsqueeze(1)
 
 
 def padding(layer: _Conv) -> list[int]:
@@ -329,7 +240,7 @@ def padding(layer: _Conv) -> list[int]:
 
 def _padded(layer: _Conv, x: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
     """The input, padded where that is not with zeros, and how the axes are read."""
-    x = _batched(layer, x)
+    x = x if x.ndim == layer.weight.ndim else x.unsqueeze(0)
     given = padding(layer)
     pairs = [(given[at], given[at + 1]) for at in range(len(given) - 2, -1, -2)]
     if layer.padding_mode != "zeros":
@@ -337,40 +248,3 @@ def _padded(layer: _Conv, x: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
         pairs = [(0, 0)] * len(pairs)
     sizes = zip(layer.kernel_size, layer.stride, layer.dilation, pairs, strict=True)
     return x, tuple(Axis(k, s, d, before, after) for k, s, d, (before, after) in sizes)
-
-
-def _read(layer: _Transposed, g: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
-    """Cotangents g [n o *spatial] of the output, and how they are read: a patch for every input position."""
-    axes = []
-    padding, extra = cast(tuple[int, ...], layer.padding), layer.output_padding
-    sizes = zip(layer.kernel_size, layer.stride, layer.dilation, padding, extra, strict=True)
-    for at, (k, s, d, p, q) in enumerate(sizes):
-        size, span = g.shape[2 + at], (k - 1) * d
-        inputs = (size + 2 * p - span - 1) // s + 1 - q // s
-        if inputs < 1:
-            raise _replaced(layer)
-        last = (inputs - 1) * s + span + 1 - p  # the outputs that some input reaches
-        g = g.narrow(2 + at, 0, min(last, size))
-        axes.append(Axis(k, s, d, p, max(last - size, 0)))
-    return g, tuple(axes)
-
-
-def _check_padding(layer: _Transposed, call: Call) -> None:
-    """Refuse a call whose output may be that of another number of inputs, with the output padding of the layer."""
-    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("output_size")
-    if given is not None and any(q >= s for q, s in zip(layer.output_padding, layer.stride, strict=True)):
-        raise _replaced(layer)
-
-
-def _replaced(layer: _Transposed) -> ValueError:
-    return ValueError(
-        f"{layer} was called with output_size, and its output_padding is not below its stride: the size of the output "
-        "does not say how many inputs there were. Make it with output_padding=0, which output_size replaces in any case"
-    )
-
-
-def _output_sizes(layer: _Transposed, call: Call) -> torch.Size:
-    """From a call with one example, in the type of the weight: under autocast the input may have another one."""
-    one = call.map(lambda t: _batched(layer, t)[:1].to(layer.weight.dtype))
-    with torch.no_grad():
-        return torch.Size(layer(*one.args, **one.kwargs).shape[2:])

@@ -1,4 +1,4 @@
-"""The rules of normalisations and of ``nn.PReLU``, which multiply entry by entry.
+"""The rules of normalisations, which multiply entry by entry.
 
 Scale γ and shift β of a normalisation are one layer, z = γ x̂ + β.
 
@@ -239,59 +239,3 @@ def batch_statistics(layer: _BatchNorm, training: bool) -> bool:
 def _spatial(module: nn.Module) -> int:
     """How many spatial axes an instance normalisation has."""
     return next(d for d, kind in enumerate(_INSTANCE, start=1) if isinstance(module, kind))
-
-
-# A slope in place of a scale.
-
-
-@final
-class PReLURule(Rule):
-    """The layer rule of ``nn.PReLU``.
-
-    Method:
-        a = min(x, 0): a slope w a channel, or one for all, z = max(x, 0) + w·min(x, 0) (He et al. 2015).
-
-        Every channel is a group c of its own with one input and one output; the positions r are those that share its
-        slope: the axes after the channels, or all entries of an example where there is one slope.
-
-        Shapes: input [n c *spatial] gives a [n r c 1], output cotangents [k n c *spatial] give g [k n r c 1].
-
-    Example:
-        >>> import torch
-        >>> x = torch.tensor([[-2.0, 3.0]])
-        >>> PReLURule().inputs(nn.PReLU(), ("weight",), Call((x,), {})).dense().flatten()
-        tensor([-2., 0.])
-    """
-
-    capturable = True
-    pixels = True
-
-    def covers(self, module: nn.Module) -> bool:
-        return plain(module, nn.PReLU, "weight")
-
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return _channels(module), 1, 1
-
-    def paddable(self, module: nn.Module, keys: Keys) -> bool:
-        return True
-
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Entries:
-        return Entries(_by_channel(module, single(call.x).clamp(max=0), 1).mT)
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
-        return Entries(_by_channel(module, g, 2).mT)
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return block["weight"].view(-1, 1, 1)
-
-    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        return {"weight": packed[..., 0, 0]}
-
-
-def _channels(module: nn.Module) -> int:
-    return cast(nn.PReLU, module).num_parameters
-
-
-def _by_channel(module: nn.Module, x: Tensor, lead: int) -> Tensor:
-    """[*lead c r] of a tensor [*lead c *spatial], ``lead`` axes before those of an example."""
-    return x.reshape(*x.shape[:lead], _channels(module), -1)

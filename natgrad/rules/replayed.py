@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, final
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from natgrad.accelerate.autograd import vjp
 from natgrad.accelerate.modules import parameters_in
@@ -51,26 +51,38 @@ def replaying(kinds: Iterable[type[Rule]]) -> frozenset[type[Rule]]:
     return frozenset(kind for kind in set(kinds) if issubclass(kind, Replayed))
 
 
+@final
 @dataclass(frozen=True)
-class Replay(ABC):
-    """What a module computed, when it was run again to see its layers.
+class Replay:
+    """What a module computed when it was run again, layer by layer, with a graph.
 
     Args:
         outputs: Its outputs, tensor by tensor as ``tensors_of`` lists them.
         layers: The inputs of its parameters by name; those of a bias are ones.
+        z: What the layer of a parameter computed [n r c o]; the parameters of one layer have the same tensor. What only
+            has to be seen in the graph may be a leaf.
     """
 
     outputs: tuple[Tensor, ...]
     layers: Mapping[str, DenseFeatures]
+    z: Mapping[str, Tensor]
 
     __repr__ = brief
 
-    @abstractmethod
-    def pull(self, g: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Cotangents [k n r c o] of every layer from those of the outputs [k *output], by the names of the parameters.
 
         Parameters of one layer have the same tensor. The cotangents of an output that has none are zeros.
         """
+        distinct = {id(z): z for z in self.z.values()}
+        pairs = [(y, s.to(y.dtype)) for y, s in zip(self.outputs, g, strict=True) if y.requires_grad]
+        grads = vjp(tuple(y for y, _ in pairs), list(distinct.values()), tuple(s for _, s in pairs))
+        k = g[0].shape[0]
+        by_id = {
+            key: z.new_zeros(k, *z.shape) if grad is None else grad
+            for (key, z), grad in zip(distinct.items(), grads, strict=True)
+        }
+        return {name: by_id[id(z)] for name, z in self.z.items()}
 
     def layer(self, keys: Keys) -> DenseFeatures:
         """The inputs of the parameters ``keys`` of one layer, side by side along i."""
@@ -91,32 +103,6 @@ def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[
     a = a.detach()
     ones = a.new_ones(()).expand(*a.shape[:-1], 1) if valid is None else valid.unsqueeze(-1)
     return {key: DenseFeatures(x, valid) for key, x in zip(keys, (a, ones), strict=False)}
-
-
-@final
-@dataclass(frozen=True, repr=False)
-class GraphReplay(Replay):
-    """A replay of a module whose cotangents are taken by autograd.
-
-    Args:
-        outputs: What the module computed, with a graph.
-        layers: The inputs of its parameters by name.
-        z: What the layer of a parameter computed [n r c o]; the parameters of one layer have the same tensor. What only
-            has to be seen in the graph may be a leaf.
-    """
-
-    z: Mapping[str, Tensor]
-
-    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        distinct = {id(z): z for z in self.z.values()}
-        pairs = [(y, s.to(y.dtype)) for y, s in zip(self.outputs, g, strict=True) if y.requires_grad]
-        grads = vjp(tuple(y for y, _ in pairs), list(distinct.values()), tuple(s for _, s in pairs))
-        k = g[0].shape[0]
-        by_id = {
-            key: z.new_zeros(k, *z.shape) if grad is None else grad
-            for (key, z), grad in zip(distinct.items(), grads, strict=True)
-        }
-        return {name: by_id[id(z)] for name, z in self.z.items()}
 
 
 def detached_parameter(module: nn.Module, key: str) -> Tensor | None:
@@ -200,7 +186,7 @@ class AttentionRule(Replayed):
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return matrices(block, _groups(tuple(block)))
 
-    def replay(self, module: nn.Module, call: Call) -> GraphReplay:
+    def replay(self, module: nn.Module, call: Call) -> Replay:
         attention = _Attention.of(cast(nn.MultiheadAttention, module), call)
         z, tokens = attention.projected()
         mixed, weights = attention.mixed(*(projection.squeeze(2) for projection in tokens))
@@ -212,7 +198,7 @@ class AttentionRule(Replayed):
             y = y.transpose(0, 1)
         outputs = dict.fromkeys(_IN, z) | dict(zip(_SPLIT, tokens, strict=True)) | dict.fromkeys(_OUT, out)
         layers = attention.inputs() | weight_and_bias(_OUT, mixed.unsqueeze(2))
-        return GraphReplay((y,) if weights is None else (y, weights), layers, {key: outputs[key] for key in layers})
+        return Replay((y,) if weights is None else (y, weights), layers, {key: outputs[key] for key in layers})
 
 
 @final
@@ -371,55 +357,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
 # ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and their cells, step by step.
 
 
-# Packed sequences, padded.
-
-
-@final
-@dataclass(frozen=True)
-class PaddedIndex:
-    """The example n and the time t of every row of a packed sequence's data; the examples are in the user's order.
-
-    >>> from torch.nn.utils.rnn import pack_padded_sequence
-    >>> packed = pack_padded_sequence(torch.tensor([[[1.0], [0.0]], [[2.0], [3.0]]]), torch.tensor([1, 2]), True, False)
-    >>> packed.data.flatten()
-    tensor([2., 1., 3.])
-    >>> index = PaddedIndex.of(packed)
-    >>> index.pad(packed.data).squeeze(-1)
-    tensor([[1., 0.],
-            [2., 3.]])
-    >>> index.mask(packed.data)
-    tensor([[1., 0.],
-            [1., 1.]])
-    """
-
-    example: Tensor  # [row]
-    time: Tensor  # [row]
-    n: int
-    steps: int
-
-    @staticmethod
-    def of(packed: PackedSequence) -> PaddedIndex:
-        sizes = packed.batch_sizes  # on the CPU, [t]: the examples are sorted by length, and this many have a time t
-        starts = sizes.cumsum(0) - sizes
-        time = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        example = (torch.arange(len(time)) - starts[time]).to(packed.data.device)
-        if packed.sorted_indices is not None:
-            example = packed.sorted_indices[example]
-        return PaddedIndex(example, time.to(packed.data.device), int(sizes[0]), len(sizes))
-
-    def pad(self, data: Tensor) -> Tensor:
-        """[row ·] → [n t ·], zero where an example has ended."""
-        return data.new_zeros(self.n, self.steps, data.shape[1]).index_put((self.example, self.time), data)
-
-    def pack(self, padded: Tensor) -> Tensor:
-        """The inverse of ``pad``."""
-        return padded[self.example, self.time]
-
-    def mask(self, data: Tensor) -> Tensor:
-        """[n t], one where an example has not ended."""
-        return self.pad(data.new_ones(len(data), 1)).squeeze(-1)
-
-
 # A recurrence over time.
 
 
@@ -533,9 +470,9 @@ def _where(present: Tensor, new: State, old: State) -> State:
     return (h, None) if new[1] is None or old[1] is None else (h, torch.where(present, new[1], old[1]))
 
 
-def _replayed(outputs: tuple[Tensor, ...], runs: Sequence[Unrolled]) -> GraphReplay:
+def _replayed(outputs: tuple[Tensor, ...], runs: Sequence[Unrolled]) -> Replay:
     layers = {name: inputs for run in runs for name, inputs in run.layers.items()}
-    return GraphReplay(outputs, layers, {name: z for run in runs for name, z in run.z.items()})
+    return Replay(outputs, layers, {name: z for run in runs for name, z in run.z.items()})
 
 
 @final
@@ -648,14 +585,14 @@ class _Sequences:
     rnn: nn.RNNBase
     given: Any
     x: Tensor
-    mask: Tensor | None = None  # [n t]
-    padding: PaddedIndex | None = None
+    mask: Tensor | None = None  # [n t], one where an example has not ended
 
     @staticmethod
     def of(rnn: nn.RNNBase, given: Any) -> _Sequences:
         if isinstance(given, PackedSequence):
-            padding, data = PaddedIndex.of(given), single(given.data)
-            return _Sequences(rnn, given, padding.pad(data), padding.mask(data), padding)
+            x, lengths = pad_packed_sequence(given, batch_first=True)
+            mask = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device)
+            return _Sequences(rnn, given, single(x), single(mask.to(x.dtype)))
         x = single(given)
         if x.ndim == 2:
             return _Sequences(rnn, given, x.unsqueeze(0))
@@ -675,9 +612,12 @@ class _Sequences:
 
     def outputs(self, h: Tensor) -> tuple[Tensor, ...]:
         """The output tensors of the module for h [n t h] of its last layer."""
-        if self.padding is not None:
-            fixed = (self.given.batch_sizes, self.given.sorted_indices, self.given.unsorted_indices)
-            return (self.padding.pack(h), *(t for t in fixed if t is not None))
+        if self.mask is not None:
+            there = torch.arange(len(h)) < self.given.batch_sizes.unsqueeze(1)  # [t n], sorted by length; on the CPU
+            time, example = there.nonzero().to(h.device).unbind(1)
+            order, fixed = self.given.sorted_indices, (self.given.sorted_indices, self.given.unsorted_indices)
+            packed = h[example if order is None else order[example], time]
+            return (packed, self.given.batch_sizes, *(t for t in fixed if t is not None))
         if not self.batched:
             return (h.squeeze(0),)
         return (h if self.rnn.batch_first else h.transpose(0, 1),)

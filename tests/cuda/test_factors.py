@@ -150,7 +150,6 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "strips of one dimension": (lambda: nn.Conv1d(128, 5, 5, padding=1, dilation=2), (128, 1001)),
     "strips without bias": (lambda: nn.Conv2d(32, 5, (3, 2), bias=False), (32, 40, 36)),
     "groups": (lambda: nn.Conv2d(8, 4, 3, padding=1, groups=2), (8, 17, 16)),
-    "transposed": (lambda: nn.ConvTranspose2d(4, 8, 3, padding=1), (4, 20, 20)),
 }
 
 

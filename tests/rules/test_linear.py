@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.rules import Call, DenseFeatures, Joined, LinearRule, PReLURule
-from natgrad.rules.base import cotangent_features, input_features
+from natgrad.rules import Call, DenseFeatures, Joined, LinearRule
 from tests import zoo
-from tests.pulled import check_rows, close, normal
+from tests.pulled import check_rows, close, normal, pull
 
 KEYS = [("weight", "bias"), ("weight",), ("bias",)]
 
@@ -60,7 +59,6 @@ PRELUS: dict[str, tuple[Callable[[], nn.PReLU], tuple[int, ...]]] = {
     "no positions": (lambda: nn.PReLU(), (1,)),
 }
 every_kind = pytest.mark.parametrize("kind", PRELUS)
-RULE, SLOPES = PReLURule(), ("weight",)
 
 
 def problem(kind: str, frozen: tuple[str, ...] = ()) -> zoo.Problem:
@@ -77,60 +75,10 @@ def test_the_gradient_of_an_example_is_the_sum_over_positions(kind: str, frozen:
 
 
 @every_kind
-def test_moments_are_those_of_inputs_and_cotangents(kind: str) -> None:
-    build, shape = PRELUS[kind]
-    layer, call = build().double(), Call((normal(5, *shape),), {})
-    a, g = (
-        input_features(RULE, layer, SLOPES, call).dense(),
-        cotangent_features(RULE, layer, SLOPES, normal(2, 5, *shape, seed=1)).dense(),
-    )
-    assert (a.shape[2:], g.shape) == ((layer.num_parameters, 1), (2, *a.shape))
-    moment = input_features(RULE, layer, SLOPES, call).moment()
-    assert moment.count == a.shape[0] * a.shape[1]
-    close(moment.total, torch.einsum("nrci,nrcj->cij", a, a), 1e-12)
-    close(input_features(RULE, layer, SLOPES, call).reduced("mean").dense().squeeze(1), a.mean(1), 1e-12)
-    S = cotangent_features(RULE, layer, SLOPES, normal(2, 5, *shape, seed=1)).moment().total
-    close(S, torch.einsum("knrco,knrcp->cop", g, g), 1e-12)
-
-
-@every_kind
-def test_packing_and_unpacking_are_inverse(kind: str) -> None:
-    layer = PRELUS[kind][0]().double()
-    w = normal(layer.num_parameters)
-    packed = RULE.pack(layer, {"weight": w})
-    assert packed.shape == RULE.shape(layer, SLOPES)
-    close(RULE.unpack(layer, SLOPES, torch.stack([packed, 2 * packed]))["weight"], torch.stack([w, 2 * w]))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
-    layer, x = nn.PReLU(2), normal(20_000, 2, 3).to(dtype)
-    A, S = (
-        input_features(RULE, layer, SLOPES, Call((x,), {})).moment().total,
-        cotangent_features(RULE, layer, SLOPES, 8 * x.unsqueeze(0)).moment().total,
-    )
-    assert A.dtype == S.dtype == torch.float32
-    wide = x.double()
-    torch.testing.assert_close(A.double().flatten(), wide.clamp(max=0).square().sum((0, 2)), rtol=1e-5, atol=0)
-    torch.testing.assert_close(S.double().flatten(), 64 * wide.square().sum((0, 2)), rtol=1e-5, atol=0)
-
-
-class _Named(nn.PReLU):
-    """A subclass, which inherits."""
-
-
-class _Steeper(nn.PReLU):
-    """A subclass with another forward."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Twice as steep."""
-        return super().forward(2 * input)
-
-
-def test_a_subclass_inherits_the_rule_unless_it_has_another_forward() -> None:
-    assert RULE.covers(nn.PReLU())
-    assert RULE.covers(_Named())
-    assert not RULE.covers(_Steeper())
+def test_the_metric_of_a_slope_is_exact(kind: str) -> None:
+    """Every slope is an entry by itself: Kronecker has the diagonal of G there."""
+    pb = pull(problem(kind, ("0.weight", "0.bias", "2.weight")), ng.Euclidean())
+    close(ng.Kronecker().estimate(pb).dense().diagonal(), ng.Dense().estimate(pb).dense().diagonal())
 
 
 @pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC])
