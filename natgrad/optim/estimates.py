@@ -520,9 +520,9 @@ class Source(ABC):
     def collect(self, ω: Covector, without: Names, grads: Tensors) -> None:
         """The gradients of the step: ω, zero for the parameters ``without`` one, and ``grads`` of all others."""
 
-    @abstractmethod
     def operator(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; an error says what is missing."""
+        return self.tracker.merged()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -559,9 +559,6 @@ class GradientSource(Source):
         with full_precision(tracker.device):
             tracker.hold(structure.of_gradient(sample, tracker.average), 1)
             tracker.joined = True  # it is that of all processes
-
-    def operator(self) -> tuple[Operator, bool]:
-        return self.tracker.merged()
 
 
 # Forward passes of the user.
@@ -817,7 +814,7 @@ class PassSource(Source):
         if not tracker.joined and (tracker.due or tracker.fresh is not None):
             # The problem is in no variable here: an error would hold the optimizer, which its frames hold.
             tracker.world.raise_together(tracker.problem(self.missing))
-        return tracker.merged()
+        return super().operator()
 
     @abstractmethod
     def missing(self) -> str:

@@ -172,7 +172,7 @@ class NaturalGradient(torch.optim.Optimizer):
         model: nn.Module,
         metric: OutputMetric | Criterion = NO_LOSS,
         *,
-        structure: Structure = _DENSE,
+        structure: Structure | Refresh = _DENSE,
         solver: Solver = _CHOLESKY,
         step: StepRule = _FIXED,
         lr: float = 1.0,
@@ -222,12 +222,8 @@ class NaturalGradient(torch.optim.Optimizer):
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
-        check_slots(
-            structure=(structure, Structure),
-            solver=(solver, Solver),
-            step=(step, StepRule),
-        )
-        structure = _with_fallback(structure, fallback)
+        check_slots(solver=(solver, Solver), step=(step, StepRule))
+        schedule = _with_fallback(structure if isinstance(structure, Refresh) else Refresh(structure), fallback)
         step.admit(wrapped.params)
         refuse_two_momenta(step, self.param_groups)
         if step.adapts_damping and isinstance(damping, Relative):
@@ -236,7 +232,6 @@ class NaturalGradient(torch.optim.Optimizer):
                 "Give damping a number, or take another step rule"
             )
         device = wrapped.example.device
-        schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         world = processes_of(wrapping, _cause_of_drift(metric, schedule, step))
         generator = generator or _generator(device, world.rank)
         wrapped = replace(wrapped, constant_statistics=schedule.structure.one_pass)
@@ -244,7 +239,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if of_gradients:
             if rules:
                 raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
-            blocks = structure.gradient_blocks(blocks)
+            blocks = schedule.structure.gradient_blocks(blocks)
         else:
             check_source(schedule.structure, metric.source)
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device), rules=rules)
@@ -814,10 +809,10 @@ class _Plain:
     damping: float
 
 
-def _with_fallback(structure: Structure, fallback: Fallback) -> Structure:
-    """The structure, with the ``fallback`` of the optimizer for the parameters without a layer rule if it is one."""
+def _with_fallback(schedule: Refresh, fallback: Fallback) -> Refresh:
+    """The schedule, with the ``fallback`` of the optimizer for the parameters without a layer rule if it is one."""
     if fallback is None or fallback == "adamw":
-        return structure
+        return schedule
     if isinstance(fallback, type) and issubclass(fallback, Structure):
         check_slots(fallback=(fallback, Structure))
     if not isinstance(fallback, Structure):
@@ -825,7 +820,7 @@ def _with_fallback(structure: Structure, fallback: Fallback) -> Structure:
             'fallback= is "adamw", the structure of parameters without a layer rule, such as Diagonal(), or '
             f"None, got {fallback!r}"
         )
-    inner = structure.structure if isinstance(structure, Refresh) else structure
+    inner = schedule.structure
     if not isinstance(inner, Layered):
         raise IncompatibleError(
             f"fallback={fallback!r} is for parameters without a layer rule, and {inner!r} is one structure for all "
@@ -833,8 +828,7 @@ def _with_fallback(structure: Structure, fallback: Fallback) -> Structure:
         )
     if inner.fallback not in (Diagonal(), fallback):
         raise ValueError(f"fallback={fallback!r}, and {inner!r} has another one: leave one of them out")
-    inner = replace(inner, fallback=fallback)
-    return replace(structure, structure=inner) if isinstance(structure, Refresh) else inner
+    return replace(schedule, structure=replace(inner, fallback=fallback))
 
 
 def _loss_at(
@@ -893,7 +887,7 @@ def _cause_of_drift(metric: OutputMetric, schedule: Refresh, step: StepRule) -> 
 
     None if gradients decide alone: they may have been averaged.
     """
-    if metric.source != "gradients" and schedule.power != 0:
+    if metric.source != "gradients" and schedule.structure.power != 0:
         return "a metric of its own batch"
     if step.needs_closure:
         return "the loss of its own batch"

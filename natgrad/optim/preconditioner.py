@@ -88,11 +88,11 @@ class Preconditioner:
             self._operator = self._settled = None
 
     def _begin(self, G: Operator, damping: Damping) -> Operator:
-        """G, with a new basis if inverse and basis are due."""
+        """G, with a new basis if the inverse is due."""
         if not self.due(damping):
             self._settled = damping
             return G
-        return self._with_new_basis(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
+        return self._with_new_basis(G)
 
     def due(self, damping: Damping) -> bool:
         """Whether the inverse is computed again in this step.
@@ -160,15 +160,13 @@ class Preconditioner:
         """(G + λ)⁻¹ω and ⟨ω, (G + λ)⁻¹ω⟩ []."""
         assert self.inverse is not None
         with full_precision(self._device):
-            v, pairing = self.inverse.sharp_with_pairing(ω)
-        return (v.map(torch.clone) if isinstance(self.inverse, CGInverse) else v), pairing
+            return self.inverse.sharp_with_pairing(ω)
 
     def sharp(self, ω: Covector) -> Vector:
         """(G + λ)⁻¹ω with the inverse that is there. The result may be overwritten."""
         assert self.inverse is not None
         with full_precision(self._device):
-            v = self.inverse.sharp(ω)
-        return v.map(torch.clone) if isinstance(self.inverse, CGInverse) else v
+            return self.inverse.sharp(ω)
 
     def sharp_cold(self, ω: Covector) -> Vector:
         """(G + λ)⁻¹ω of a covector unlike the gradient: an iterative solver does not start the next solve from it."""

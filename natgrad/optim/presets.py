@@ -428,7 +428,7 @@ def StochasticReconfiguration(
     *,
     lr: float = 0.05,
     damping: Damping = 1e-3,
-    structure: Structure = _KERNEL,
+    structure: Structure | Refresh = _KERNEL,
     solver: Solver = _CHOLESKY,
     step: StepRule = _FIXED,
     groups: Iterable[dict[str, Any]] = (),

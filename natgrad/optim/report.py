@@ -216,14 +216,12 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
 def _schedule(tracker: MetricTracker) -> str:
     schedule, metric = tracker.schedule, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
-    power = "" if schedule.power == 1 else f", to the power {schedule.power:g}"
+    power = "" if tracker.structure.power == 1 else f", to the power {tracker.structure.power:g}"
     return f"metric: {metric!r}{power}, estimated every {_steps(schedule.every)}{average}, {_inverted(schedule)}"
 
 
 def _inverted(schedule: Refresh) -> str:
     first = " and at first in the steps 1, 2, 4, …" if schedule.early else ""
-    if schedule.basis is not None:
-        return f"inverted when it has changed, its eigenvectors are new every {schedule.basis} steps{first}"
     return f"inverted every {schedule.inverse} steps{first}" if schedule.inverse > 1 else "inverted when it has changed"
 
 

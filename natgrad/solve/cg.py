@@ -113,10 +113,7 @@ class CG(Solver):
 @final
 @dataclass(repr=False)
 class CGInverse(Inverse):
-    """The system, ready to be solved for any ω; it remembers the last solution and how the solve ended.
-
-    What ``sharp`` returns is that memory: the next solve starts from it.
-    """
+    """The system, ready to be solved for any ω; it remembers how the last solve ended, and starts from its solution."""
 
     layout: Layout
     solver: CG
@@ -152,7 +149,7 @@ class CGInverse(Inverse):
         unit = math.ldexp(1.0, math.frexp(largest)[1])
         guess = None if self.guess is None else self.guess / unit
         v = unit * self._scaled(ω / unit, guess)
-        self.guess = v.detach()
+        self.guess = v.detach().clone()  # what is returned may be changed in place
         assert self.report is not None
         if not self.report.converged and self.report.steps >= self.solver.max_steps and not self._failed():
             self.solver.logger.log_once(

@@ -231,10 +231,7 @@ class Structure(ABC):
     # What follows.
 
     def __repr__(self) -> str:
-        """Without keyword-only options at their defaults, so that checkpoints from before an option can be loaded."""
-        options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
-        names = [f.name for f in options if not f.kw_only or getattr(self, f.name) != f.default]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        return _in_words(self)
 
     def require_whole(self, user: str) -> None:
         """Refuse a power on behalf of a user for whom G is the curvature of a loss, and not only a metric."""
@@ -752,15 +749,20 @@ class IdentityOperator(Operator):
         return self
 
 
+def _in_words(choice: Structure | Refresh) -> str:
+    """Without keyword-only options at their defaults, so that checkpoints from before an option can be loaded."""
+    options: tuple[Field[Any], ...] = fields(choice) if is_dataclass(choice) else ()
+    names = [f.name for f in options if not f.kw_only or getattr(choice, f.name) != f.default]
+    return f"{type(choice).__name__}({', '.join(f'{name}={getattr(choice, name)!r}' for name in names)})"
+
+
 _EVERY_STEP = 16  # steps in which an early schedule estimates the metric every time
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class Refresh(Structure):
-    """Estimate another structure now and then, and average it over time.
-
-    The optimizers use this; ``estimate`` is that of the inner structure.
+class Refresh:
+    """The schedule of an optimizer: estimate a structure now and then, and average it over time.
 
     Args:
         structure: The structure to average.
@@ -770,8 +772,6 @@ class Refresh(Structure):
             With 1 the metric is inverted whenever it or the damping has changed.
         early: In the beginning, when the metric changes fastest, it is also inverted in the steps 1, 2, 4, 8, … before
             the first period is over, and estimated in each of the first 16 of them.
-        basis: A structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
-            and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.
 
     Method:
         The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the
@@ -792,26 +792,20 @@ class Refresh(Structure):
     decay: float = 0.0
     inverse: int = 1
     early: bool = field(default=True, kw_only=True)
-    basis: int | None = field(default=None, kw_only=True)
+
+    __repr__ = _in_words
 
     def __post_init__(self) -> None:
         check_slots(structure=(self.structure, Structure))
-        if isinstance(self.structure, Refresh):
-            raise ValueError(f"Refresh({self.structure!r}) has two schedules: give it {self.structure.structure!r}")
         check_types(early=(self.early, bool, "True or False"))
-        for which, got in (("every", self.every), ("inverse", self.inverse), ("basis", self.basis)):
-            if (got is not None or which != "basis") and not is_number(got, whole=True):
+        for which, got in (("every", self.every), ("inverse", self.inverse)):
+            if not is_number(got, whole=True):
                 raise TypeError(f"Refresh({which}=…) must be a whole number of steps, got {got!r}")
-            if got is not None and got < 1:
+            if got < 1:
                 raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
         if not is_number(self.decay) or not 0 <= self.decay <= 1:
             raise ValueError(f"Refresh(decay=…) must be in [0, 1], got {self.decay}")
         name = type(self.structure).__name__
-        if self.basis is not None and not self.structure.has_basis:
-            raise IncompatibleError(
-                f"Refresh(basis={self.basis}) does not work with {name}, which has no eigenvectors to keep: leave "
-                "it out, or use EigenKronecker"
-            )
         if self.decay > 0 and not self.structure.bounded:
             raise IncompatibleError(
                 f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
@@ -823,52 +817,17 @@ class Refresh(Structure):
                 "by keeping it, and its graph would be held. Use every=1"
             )
 
-    @property
-    def power(self) -> float:  # type: ignore[override]  # of the inner structure
-        return self.structure.power
-
-    @property
-    def has_basis(self) -> bool:  # type: ignore[override]  # of the inner structure
-        return self.structure.has_basis
-
-    def elements(self, pullback: Pullback) -> int:
-        return self.structure.elements(pullback)
-
-    def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
-        return self.structure.estimate(pullback, like)
-
-    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
-        return self.structure.restore(model, blocks, tensors)
-
-    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
-        return self.structure.gradient_blocks(blocks)
-
-    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> Operator:
-        return self.structure.of_gradient(sample, like)
-
     def metric_due(self, step: int) -> bool:
         """Whether the metric is estimated for the step number 0, 1, …"""
-        return step % self.every == 0 or (step < _EVERY_STEP and self._beginning(step, self.inverse))
+        return step % self.every == 0 or (step < _EVERY_STEP and self._is_early(step))
 
     def inverse_due(self, step: int) -> bool:
         """Whether a metric that has changed is inverted for the step number 0, 1, …"""
-        return self._due(step, self.inverse)
+        return step % self.inverse == 0 or (self._is_early(step) and (step + 1) & step == 0)  # a power of 2
 
-    def basis_due(self, step: int) -> bool:
-        """Whether a metric that is inverted for the step number 0, 1, … has its eigenvectors computed again."""
-        return self.basis is None or self._due(step, self.basis)
-
-    def _due(self, step: int, period: int) -> bool:
-        return (self._beginning(step, period) and _doubled(step)) or step % period == 0
-
-    def _beginning(self, step: int, period: int) -> bool:
-        return self.early and step < period
+    def _is_early(self, step: int) -> bool:
+        return self.early and step < self.inverse
 
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t), or 1/t."""
         return 1 / step if self.decay == 1 else (1 - self.decay) / (1 - self.decay**step)
-
-
-def _doubled(step: int) -> bool:
-    """Whether the number of steps, ``step`` + 1, is a power of 2."""
-    return (step + 1) & step == 0

@@ -69,7 +69,6 @@ from natgrad.structures.base import (
     Inverse,
     Layout,
     Operator,
-    Refresh,
     StateError,
     Structure,
     Subset,
@@ -108,9 +107,6 @@ class Layered(Structure):
         check_types(
             largest=(self.largest, Integral, "a whole number of rows"), strict=(self.strict, bool, "True or False")
         )
-        if isinstance(self.fallback, Refresh):
-            inner = self.fallback.structure
-            raise ValueError(f"{name}(fallback={self.fallback!r}) has the schedule of the layers: give it {inner!r}")
         if not self.fallback.bounded:
             raise ValueError(
                 f"{name}(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"

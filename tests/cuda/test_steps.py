@@ -77,7 +77,7 @@ EIGENBASIS: dict[str, Make] = {
     "exact": lambda model: ng.NaturalGradient(
         model,
         ng.BatchGradient(),
-        structure=ng.Refresh(ng.EigenKronecker(power=0.5), 1, 0.95, basis=5),
+        structure=ng.Refresh(ng.EigenKronecker(power=0.5), 1, 0.95, inverse=5),
         lr=1e-3,
         damping=ng.Relative(0.1),
     ),

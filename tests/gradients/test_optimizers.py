@@ -74,7 +74,7 @@ SLOTS: dict[str, Any] = {"momentum_on": "gradients", "weight_decay": 0.1, "fallb
 FACTORED: dict[str, Any] = {"solver": ng.Factored(), "damping": ng.Relative(1e-2), **SLOTS}
 
 
-def _slots(structure: ng.structures.Structure, momentum: float, **slots: Any) -> Make:
+def _slots(structure: ng.structures.Structure | ng.Refresh, momentum: float, **slots: Any) -> Make:
     return lambda model, **options: ng.NaturalGradient(
         model, ng.BatchGradient(), structure=structure, momentum=momentum, **{**slots, **options}
     )

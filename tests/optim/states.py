@@ -33,11 +33,11 @@ def net(seed: int = 0) -> nn.Module:
     return seeded(lambda: Net().double(), seed)
 
 
-def _structured(structure: Structure, **options: Any) -> Make:
+def _structured(structure: Structure | ng.Refresh, **options: Any) -> Make:
     return lambda m: ng.NaturalGradient(m, EXACT, structure=structure, lr=0.1, damping=0.1, momentum=0.5, **options)
 
 
-def _slots(structure: Structure, **options: Any) -> Make:
+def _slots(structure: Structure | ng.Refresh, **options: Any) -> Make:
     """Optimizers of gradients, in the slots of ``NaturalGradient``."""
     return lambda m: ng.NaturalGradient(
         m,
@@ -60,7 +60,7 @@ MAKES: dict[str, Make] = {
     "blocks": lambda m: ng.KFAC(m, EXACT, fallback=ng.BlockDense()),
     "natural": _slots(ng.Refresh(ng.Kronecker(largest=1, power=0.5), decay=0.95), step=ng.Polar(0.4), **FACTORED),
     "shampoo": _slots(ng.Refresh(ng.Kronecker(power=0.5), 1, 0.95, 10), step=ng.Normalised(), **FACTORED),
-    "soap": _slots(ng.Refresh(ng.EigenKronecker(power=0.5), decay=0.95, basis=10)),
+    "soap": _slots(ng.Refresh(ng.EigenKronecker(power=0.5), decay=0.95, inverse=10)),
     "muon": _slots(ng.Diagonal(power=0.0), step=ng.Polar()),
     "dense": _structured(ng.Refresh(ng.Dense(), every=5)),
     "block_dense": _structured(ng.Refresh(ng.BlockDense(), every=5)),

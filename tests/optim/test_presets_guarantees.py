@@ -342,7 +342,6 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         ValueError,
         r"SOAP\(basis_every=…\) must be a whole number of steps, at least 1",
     ),
-    "no_basis": (lambda m: ng.Refresh(ng.Kronecker(), basis=3), IncompatibleError, "no eigenvectors to keep"),
     "factors": (
         lambda m: natural_of_outputs(m, FISHER, factors="half"),  # type: ignore[arg-type]
         ValueError,

@@ -221,7 +221,7 @@ def test_an_estimate_like_something_else_has_a_basis_of_its_own() -> None:
     other = ng.EigenKronecker().estimate(pull(network("conv", 0), ng.Euclidean()))
     for like in (None, ng.Kronecker().estimate(pb), other):
         close(ng.EigenKronecker().estimate(pb, like).dense(), new.dense(), 0.0)
-    assert ng.Refresh(ng.EigenKronecker()).estimate(pb, old).tensors()["0.weight/Q"] is old.basis.left[0]
+    assert ng.EigenKronecker().estimate(pb, old).tensors()["0.weight/Q"] is old.basis.left[0]
     for structure in (ng.Dense(), ng.Kronecker(), ng.Diagonal()):
         close(structure.estimate(pb, None).dense(), structure.estimate(pb).dense(), 0.0)
 

@@ -111,7 +111,7 @@ def test_averages_over_time_are_corrected_for_their_start(structure: Layered) ->
     estimates = []
     for seed in range(3):
         other = zoo.Problem(problem.model, normal(6, 3, seed=seed))
-        estimates.append(cast(KroneckerOperator, schedule.estimate(pull(other, random_roots(problem)))))
+        estimates.append(cast(KroneckerOperator, structure.estimate(pull(other, random_roots(problem)))))
     average: Operator = estimates[0]
     for t, estimate in enumerate(estimates[1:], start=2):
         average = average.lerp(estimate, schedule.weight(t))

@@ -234,7 +234,6 @@ def test_a_fallback_has_the_power_of_the_layers() -> None:
 def test_structures_say_their_power() -> None:
     assert repr(ng.Diagonal()) == "Diagonal()"
     assert repr(ng.Refresh(ng.Dense(power=0.5))).startswith("Refresh(structure=Dense(power=0.5), every=1")
-    assert ng.Refresh(ng.Dense(power=0.5)).power == 0.5
     structure: Structure = replace(ng.Kronecker(), power=0.75)
     assert structure.power == 0.75
     assert repr(structure).endswith("power=0.75)")

@@ -470,7 +470,6 @@ def test_the_prior_precision_of_a_regularised_loss_is_as_documented(kind: str) -
 
 BATCHED: dict[str, tuple[str, ng.structures.Structure]] = {
     **{kept: (kept, structure) for kept, (structure, _) in KEPT.items() if kept != "low rank"},
-    "eigen, schedule": ("eigen", ng.Refresh(ng.EigenKronecker(), every=10)),
 }
 
 
