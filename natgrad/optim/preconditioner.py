@@ -20,7 +20,7 @@ from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import SharpMap
 from natgrad.structures.base import IdentityInverse, Inverse, Operator, Refresh
-from natgrad.structures.kronecker import NOT_POSITIVE, retry
+from natgrad.structures.kronecker import NOT_POSITIVE, ProductInverse, retry
 from natgrad.structures.layered import LayerInverse
 
 _log = logging.getLogger("natgrad")
@@ -185,7 +185,7 @@ class Preconditioner:
         The factor is inverted again in double precision, which waits for the GPU. If that fails as well, the last
         inverse is used; without one this raises.
         """
-        if not isinstance(self.inverse, LayerInverse) or not self.inverse.failed():
+        if not isinstance(self.inverse, ProductInverse) or not self.inverse.failed():
             return
         self.inverse.clear_failures()
         why = self._retry_in_double(self.inverse, G)

@@ -178,12 +178,16 @@ class Structure(ABC):
         return kind(layout, **own, **({} if self.power == 1 else {"power": self.power}))
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
-        """Of these layers together; None where it depends on the batch.
+        """Of these layers together; None where it depends on the batch. By default an inverse is as large as G.
 
         ``exact``: a damping is added to G, and not to its factors. ``iterative``: the metric is not inverted, but
         solved with products.
         """
-        return None
+        shapes = self.shapes(blocks)
+        if shapes is None:
+            return None
+        factors = {"G": (1, *next(iter(shapes.values())))} if len(shapes) == 1 else {}
+        return Cost(sum(map(math.prod, shapes.values())) * (1 if iterative else 2), factors)
 
     def uncovered(self) -> str | None:
         """What becomes of parameters that no layer rule covers, in words; None where rules do not matter."""
@@ -304,11 +308,6 @@ class Operator(ABC):
     def device(self) -> torch.device:
         """Where its products are computed."""
         return next((t.device for t in self.tensors().values()), torch.device("cpu"))
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where its tensors lie, for captured kernels that read or write them."""
-        return tuple([t.data_ptr() for t in self.tensors().values()])
 
     # Linear algebra.
 
@@ -613,7 +612,6 @@ class DualMetric(Inverse):
 
     layout: Layout
     operator: Operator
-    names: Mapping[str, str] = field(default_factory=dict)  # of its tensors in a checkpoint, where they are others
 
     def solve(self, ω: Tensor) -> Tensor:
         return self.operator.product(ω)
@@ -633,10 +631,10 @@ class DualMetric(Inverse):
         return self.operator.output_gram(pullback)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {self.names.get(key, key): t for key, t in self.operator.tensors().items()}
+        return self.operator.tensors()
 
     def nonnegative(self) -> dict[str, Tensor]:
-        return {self.names.get(key, key): t for key, t in self.operator.nonnegative().items()}
+        return self.operator.nonnegative()
 
 
 @final

@@ -35,7 +35,6 @@ from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import (
-    Cost,
     IdentityInverse,
     Inverse,
     Layout,
@@ -289,10 +288,6 @@ class MatrixStructure(Structure):
         self.admit_numbers(sum(_size(group) ** 2 for group in groups), layout, sample.memory)
         indices = [index_of(group).sort().values for group in groups]
         return self.assemble(layout, groups, _outer_products(sample, layout, indices, None))
-
-    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        sizes = map(_size, self.groups(blocks))
-        return Cost.total([Cost(p**2 if iterative else 2 * p**2, {"G": (1, p, p)}) for p in sizes])
 
     def matrices_of(self, pullback: Pullback) -> MatrixOperator:
         """G of every group, from the rows."""

@@ -23,7 +23,7 @@ from natgrad.linalg import (
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, DualMetric, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
+from natgrad.structures.base import DualMetric, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
 
 _WHAT = "the diagonal metric"
 
@@ -94,10 +94,10 @@ class DiagonalOperator(Operator):
         return self._dual(torch.where(damped > cut, damped, torch.inf).pow(-self.power))
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        return self._dual(tensors["scale"]) if "scale" in tensors else None
+        return super().inverse_from({"values" if key == "scale" else key: t for key, t in tensors.items()})  # of 0.1.0
 
     def _dual(self, scale: Tensor) -> DualMetric:
-        return DualMetric(self.layout, DiagonalOperator(self.layout, scale), names={"values": "scale"})
+        return DualMetric(self.layout, DiagonalOperator(self.layout, scale))
 
     def _damped(self, damping: Damping) -> Tensor:
         """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""
@@ -170,7 +170,3 @@ class Diagonal(Structure):
 
     def extracted(self, G: Operator) -> DiagonalOperator:
         return DiagonalOperator(G.layout, G.diagonal(), power=self.power)
-
-    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        p = sum(block.size for block in blocks)
-        return Cost(p if iterative else 2 * p, {"G": (1, p)})

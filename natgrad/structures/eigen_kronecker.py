@@ -29,7 +29,6 @@ from natgrad.structures.layered import (
     Layered,
     LayerOperator,
     LayerSplit,
-    Rotation,
     WorkSharing,
     layer_tensors,
     packed_alike,
@@ -142,15 +141,12 @@ class EigenKronecker(Layered):
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         """Without eigenvectors among the tensors, with those of S and A."""
         split, fallback = self.restored_split(model, blocks, tensors)
-        layout = Layout.of(model.params, split.dtype(tensors, fallback))
+        layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         names = [block.names[0] for block in split.used]
 
-        def of_zeros(block: Block) -> tuple[Rotation, Rotation]:
-            s, a = self.zeros(block, layout.dtype)
-            return Basis.of([s], [a]).sides[0]
-
-        sides = split.of_all([(tensors.get(f"{name}/Q"), tensors.get(f"{name}/P")) for name in names], of_zeros)
-        basis = Basis.of_sides(sides) if any(key.rpartition("/")[2] in ("Q", "P") for key in tensors) else None
+        bases = [(tensors.get(f"{name}/Q"), tensors.get(f"{name}/P")) for name in names]
+        sides = split.of_all(bases, lambda block: (None, None))
+        basis = Basis.of_sides(sides) if any(key.endswith(("/Q", "/P")) for key in tensors) else None
         saved = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
         return self.assemble(split, layout, saved, fallback, basis, [tensors[f"{name}/D"] for name in names])
 
@@ -364,5 +360,4 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> l
 
 def _squares(rows: Tensor, q: Tensor | None, p: Tensor | None) -> Tensor:
     """Σ_kn (QᵀRP)² [c o i] of rows [k n c o i]."""
-    rows = rows if q is None else q.mT @ rows
-    return (rows if p is None else rows @ p).square().sum((0, 1))
+    return rotated(q, rows, p).square().sum((0, 1))

@@ -72,7 +72,6 @@ from natgrad.structures.layered import (
     LayerOperator,
     LayerSplit,
     WorkSharing,
-    diagonal_of,
     eigenvalues,
     factor_power,
     joined,
@@ -232,7 +231,7 @@ class Kronecker(Layered):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
-        layout = Layout.of(model.params, split.dtype(tensors, fallback))
+        layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         saved = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in split.used]
         return self.assemble(split, layout, saved, fallback)
 
@@ -663,6 +662,7 @@ class ProductInverse(LayerInverse):
         return jobs
 
     def failed(self) -> bool:
+        """Whether a GPU could not compute a part of it, as far as the host has read; that part is an older one."""
         return self.batch.failed()
 
     def adopt_failures(self, other: Inverse) -> None:
@@ -673,6 +673,7 @@ class ProductInverse(LayerInverse):
             self.batch.clear()
 
     def clear_failures(self) -> None:
+        """Forget failures that have been handled."""
         self.batch.clear()
 
     def copy_into(self, new: Inverse) -> Inverse:
@@ -697,7 +698,7 @@ class ProductInverse(LayerInverse):
         return self.fallback_inverse_tensors() | self._views()
 
     def nonnegative(self) -> dict[str, Tensor]:
-        return super().nonnegative() | {key: diagonal_of(t) for key, t in self._views().items()}
+        return super().nonnegative() | {key: diagonal(t) for key, t in self._views().items()}
 
     def _views(self) -> dict[str, Tensor]:
         """Views of the stacks of every layer, without the padding."""

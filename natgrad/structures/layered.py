@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from numbers import Integral
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
 
@@ -265,7 +264,8 @@ class Layered(Structure):
         blocks = tuple(block for block in sample.blocks if block.rule is not None)
         self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
         uncovered = [block for block in sample.blocks if block.rule is None]
-        rest = replace(sample.over([block.names[0] for block in uncovered]), blocks=_moved(uncovered))
+        rest = sample.over([block.names[0] for block in uncovered])
+        rest = replace(rest, blocks=_repositioned(uncovered, rest.ω))
         of_fallback = self.fallback_of(rest) if uncovered else None
         return LayerSplit(blocks, sample.without - set(rest.ω)), layout, of_fallback
 
@@ -334,13 +334,6 @@ class LayerSplit:
         supply = iter(of_used)
         return [unused(block) if block.names[0] in self.unseen else next(supply) for block in self.blocks]
 
-    def dtype(self, tensors: Mapping[str, Tensor], fallback: Operator | None) -> torch.dtype:
-        """The precision of the metric with these tensors."""
-        if fallback is not None and not self.blocks:
-            return fallback.layout.dtype
-        name = self.blocks[0].names[0]
-        return tensors[f"{name}/{UNSEEN if name in self.unseen else 'S'}"].dtype
-
 
 def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block], list[Block]]:
     """The layers that have a rule, and the other parameters.
@@ -385,13 +378,6 @@ def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
     model = replace(pullback.model, params=params)
     layers = _repositioned(blocks, params)
     return replace(pullback, batch=replace(pullback.batch, model=model), layers=layers)
-
-
-def _moved(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks of one parameter each, at their positions where there are no others."""
-    starts = accumulate((block.size for block in blocks), initial=0)
-    pairs = zip(blocks, starts, strict=False)
-    return [replace(block, slices=(replace(block.slices[0], start=start),)) for block, start in pairs]
 
 
 def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
@@ -745,7 +731,7 @@ class LayerOperator(Operator):
 
     def nonnegative(self) -> dict[str, Tensor]:
         below = {} if self.fallback is None else self.fallback.nonnegative()
-        sides = {"S": list(map(diagonal_of, self.left)), "A": list(map(diagonal_of, self.right))}
+        sides = {"S": list(map(diagonal, self.left)), "A": list(map(diagonal, self.right))}
         return in_fallback(below) | layer_tensors(self.blocks, {**self.averaged_letters, **sides})
 
     def _named(self, by_letter: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
@@ -791,11 +777,6 @@ def layer_tensors(blocks: Sequence[Block], by_letter: Mapping[str, Iterable[Tens
     """Tensors of every layer, by its first parameter and their letter."""
     pairs = ((block, letter, t) for letter, side in by_letter.items() for block, t in zip(blocks, side, strict=True))
     return {f"{block.names[0]}/{letter}": t for block, letter, t in pairs if t is not None}
-
-
-def diagonal_of(factor: Tensor) -> Tensor:
-    """[c o] of a factor [c o o], or of one of which only that is kept."""
-    return factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor
 
 
 def in_fallback(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -944,13 +925,6 @@ class LayerInverse(Inverse):
         return self
 
     # What the optimizer asks; a subclass whose inverse is computed on the device may fail there.
-
-    def failed(self) -> bool:
-        """Whether a GPU could not compute a part of it, as far as the host has read; that part is an older one."""
-        return False
-
-    def clear_failures(self) -> None:
-        """Forget failures that have been handled."""
 
 
 @final

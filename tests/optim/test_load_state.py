@@ -256,7 +256,7 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     ),
     "other_inverse_rest": (
         "kfac",
-        _inverse("fallback/scale", _row(3)),
+        _inverse("fallback/values", _row(3)),
         "the inverse of the metric in the state do not fit",
     ),
     "other_factor": (
@@ -332,7 +332,7 @@ NEGATIVE: dict[str, tuple[str, str, str, str]] = {
     "floor": ("low_rank", "operator", "floor", "floor of the metric"),
     "inverse": ("kfac", "inverse", "hidden.weight/S", "hidden.weight/S of the inverse"),
     "eigenvalue": ("ekfac", "inverse", "hidden.weight/d", "hidden.weight/d of the inverse"),
-    "scale": ("kfac", "inverse", "fallback/scale", "fallback/scale of the inverse"),
+    "scale": ("kfac", "inverse", "fallback/values", "fallback/scale of the inverse"),
 }
 
 
