@@ -33,6 +33,7 @@ from experiments.pde.__main__ import report as pde_report
 from experiments.pde.__main__ import row as pde_row
 from experiments.pde.inverse import summary as conductivity
 from experiments.regression_record import tables as regression_tables
+from experiments.sobolev_points import tables as points_tables
 
 ROOT = Path(__file__).parent.parent
 FIGURE = ROOT / "docs" / "figures" / "training.svg"
@@ -477,6 +478,11 @@ def regression_table(index: int) -> str:
     return regression_tables(results("sobolev_regression/summary"))[index]
 
 
+def points_table(index: int) -> str:
+    """A table of the points of a kernel: 0 the errors, 1 the share of the norm."""
+    return points_tables(results("sobolev_points/record"))[index]
+
+
 def online_table() -> str:
     """Error over the Cramér–Rao bound after one pass over a stream."""
     rows = (
@@ -538,6 +544,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             cifar_figures,
             cifar_runs,
             regression_table,
+            points_table,
             online_table,
         ),
         *(pde_tables, pde, pde_gaps, pde_where),

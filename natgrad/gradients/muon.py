@@ -105,12 +105,11 @@ def polar_factors(stacks: Sequence[Tensor], iteration: Iteration) -> list[Tensor
         alike.setdefault((wide.shape[1:], wide.dtype), []).append((number, wide))
     out = list(stacks)
     for members in alike.values():
-        W = torch.cat([W for _, W in members])
-        schedule, dtype = MUON, torch.bfloat16
+        numbers, wides = zip(*members, strict=True)
+        W, schedule, dtype = torch.cat(wides), MUON, torch.bfloat16
         if iteration == "minimax":
             schedule, dtype = minimax(_CONDITION, 1e-12 if W.dtype == torch.float64 else 1e-6), W.dtype
-        X, at = polar_of_wide(W, schedule=schedule, dtype=dtype).to(W.dtype), 0
-        for number, W in members:
-            mine, at = X[at : at + W.shape[0]], at + W.shape[0]
+        X = polar_of_wide(W, schedule=schedule, dtype=dtype).to(W.dtype)
+        for number, mine in zip(numbers, X.split(list(map(len, wides))), strict=True):
             out[number] = (mine if stacks[number].shape[2] <= stacks[number].shape[3] else mine.mT).unsqueeze(1)
     return out

@@ -323,8 +323,8 @@ class NaturalGradient(torch.optim.Optimizer):
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate the metric now, in a forward pass of its own (opaque models, metrics that need targets).
 
-        The forward passes until the next step are then ignored. So a model with batch normalisation or dropout can
-        train in training mode with its metric in evaluation mode:
+        The forward passes until the next step are then ignored; those that came before it in this step count, too. So a
+        model with batch normalisation or dropout can train in training mode with its metric in evaluation mode:
 
         >>> import torch, natgrad as ng
         >>> from torch import nn

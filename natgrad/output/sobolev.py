@@ -51,7 +51,7 @@ class Sobolev(DerivedMetric):
         moves them by −ηe. So descent needs η < 2/λ_max(K), and λ_max(K) can be as large as N.
 
         K is that of the points where the metric is estimated. These may be others than the batch of the loss, such as
-        inputs without targets: ``ng.pullback(model, z, Sobolev())``, ``opt.refresh(z)``.
+        inputs without targets: ``ng.pullback(model, z, Sobolev())``, ``opt.refresh(z)`` before the forward pass.
 
         N·vᵀGv is the least squared norm of functions with the values J v at these points, so it grows with every point
         that is added, up to the norm of J v itself.

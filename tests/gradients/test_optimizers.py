@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -446,13 +447,14 @@ def test_a_layer_with_small_gradients_moves(name: str) -> None:
     assert 0.5 < float(params[1].detach().norm() / params[0].detach().norm()) < 2
 
 
-def test_a_step_of_natural_is_at_most_150_calls_of_python() -> None:
+def test_a_step_of_natural_is_at_most_100_calls_of_python() -> None:
+    """Of the library's own functions; ``torch.optim.Optimizer`` adds about forty to every step of every optimizer."""
     model = seeded(lambda: _mlp(16, 32, 32, 10))
-    opt, calls = ng.Natural(model), 0
+    opt, calls, ours = ng.Natural(model), 0, str(Path(ng.__file__).parent)
 
     def count(frame: Any, event: str, arg: Any) -> None:
         nonlocal calls
-        calls += event == "call"
+        calls += event == "call" and frame.f_code.co_filename.startswith((ours, "<string>"))
 
     for _ in range(3):
         opt.zero_grad()
@@ -461,4 +463,4 @@ def test_a_step_of_natural_is_at_most_150_calls_of_python() -> None:
         sys.setprofile(count)
         opt.step()
         sys.setprofile(None)
-    assert calls <= 150
+    assert 50 < calls <= 100, calls

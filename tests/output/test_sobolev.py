@@ -148,6 +148,26 @@ def test_more_data_is_never_less_metric() -> None:
     assert float(torch.linalg.eigvalsh(more - less)[0]) > -1e-9 * float(more.trace())
 
 
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel()], ids=repr)
+def test_points_without_targets_may_be_others_than_the_batch(structure: Structure) -> None:
+    """θ ← θ − (JᵀK⁻¹J/N + λ)⁻¹∇L with J and K at N points, and the gradient of another batch."""
+    model, x, t = wide()
+    points, params = normal(9, 2, seed=2), {name: p.detach() for name, p in model.named_parameters()}
+    columns = torch.func.jacrev(lambda θ: torch.func.functional_call(model, θ, (points,)))(params)
+    J = torch.cat([columns[name].flatten(2) for name in params], 2)  # [9 2 p]
+    r = torch.cdist(points, points)
+    C = torch.linalg.inv((1 + r) * (-r).exp()) / 9
+    opt = ng.NaturalGradient(model, ng.Sobolev(jitter=0.0), structure=structure, lr=1.0, damping=0.1)
+    opt.refresh(points)
+    mean_squares(t)(model(x)).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    before = torch.cat([p.flatten() for p in params.values()]).clone()
+    opt.step()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    G = torch.einsum("nap,nm,maq->pq", J, C, J)
+    close(before - after, torch.linalg.solve(G + 0.1 * torch.eye(len(G), dtype=torch.float64), gradient), 1e-9)
+
+
 # What a step does to the function
 
 
