@@ -328,7 +328,6 @@ def restore(
         tracker.step, tracker.estimated = state.step, state.estimated
         tracker.average = average
         tracker.weight.total, tracker.weight.step_size = state.mass[0], int(state.mass[1])
-        tracker.discard()
         statuses = {
             ParameterStatus.UNSEEN: state.unreached,
             ParameterStatus.PENDING: state.wanted,

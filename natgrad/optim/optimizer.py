@@ -789,6 +789,7 @@ class NaturalGradient(torch.optim.Optimizer):
         for p in self.state:
             if "step" in self.state[p]:  # torch leaves it where it was saved
                 self.state[p]["step"] = self.state[p]["step"].to(p.device, torch.float32)
+        self.source.discard()  # passes before belong to no step
         go_on()
         self._mark()
         self._last = None

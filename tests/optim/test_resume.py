@@ -102,6 +102,22 @@ def test_loading_replaces_all_that_a_used_optimizer_remembers(name: str) -> None
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "metric", [ng.Empirical(), ng.Euclidean(), nn.CrossEntropyLoss()], ids=lambda m: type(m).__name__
+)
+def test_a_backward_pass_before_a_state_is_loaded_belongs_to_no_step(metric: Any) -> None:
+    """Not to the next one either, where no estimate is due: the metric is that of the run that was saved."""
+    of, other = task("classes"), task("classes", seed=99)
+    schedule = ng.Refresh(ng.Kronecker(), every=3, decay=0.9)
+    opt, again = (ng.NaturalGradient(t.model, metric, structure=schedule, lr=0.1) for t in (of, other))
+    _run(of, opt, range(2))
+    other.loss().backward()
+    other.model.load_state_dict(of.model.state_dict())
+    again.load_state_dict(opt.state_dict())
+    expected, got = _run(of, opt, range(2, 6)), _run(other, again, range(2, 6))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_a_state_dict_is_a_snapshot() -> None:
     of = task("classes")
     opt = _optimizer(of, "levenberg_marquardt_every", 7)
