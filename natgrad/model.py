@@ -634,6 +634,7 @@ class OpaqueNetwork(nn.Module, ABC):
 
     def __init__(self, network: nn.Module, params: Mapping[str, Tensor]) -> None:
         super().__init__()
+        self.training = network.training
         self._hidden = (copy.deepcopy(network).requires_grad_(False),)  # in a tuple it is no module of this one
         self._names = {name: name.replace(".", "/") for name in params}
         for name, t in params.items():
@@ -643,10 +644,14 @@ class OpaqueNetwork(nn.Module, ABC):
         self._hidden[0]._apply(fn, recurse)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
+    def train(self, mode: bool = True) -> Self:
+        self._hidden[0].train(mode)
+        return super().train(mode)
+
     @property
     def network(self) -> nn.Module:
-        """The network, in the mode of this module."""
-        return self._hidden[0].train(self.training)
+        """The network, whose modules have the modes that they had, until this one changes its own."""
+        return self._hidden[0]
 
     @property
     def point(self) -> dict[str, Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.isolation import unfused, untouched
 from natgrad.model import OpaqueNetwork
 
 
@@ -23,6 +25,9 @@ class TangentModel(OpaqueNetwork):
         f₀(θ; x) = f(θ₀; x) + ∂f/∂θ(θ₀; x)·(θ − θ₀), by forward-mode derivatives: a model that is linear in θ, with the
         neural tangent kernel and the pulled-back metric of the network at θ₀, wherever θ goes (Jacot, Gabriel and
         Hongler 2018; Bai, Rosenberg and Xu 2022, section 5.2).
+
+        Its state has θ alone: load it into one that was made of the same network. Buffers, such as running averages,
+        stay those of θ₀.
 
         Its layers are those of θ₀ and are not trained, so Kronecker factors are not available; use ``Kernel``,
         ``Dense`` or ``Implicit``.
@@ -42,9 +47,13 @@ class TangentModel(OpaqueNetwork):
         network, θ = self.network, self.point
         start = {name: p for name, p in network.named_parameters() if name in θ}
         velocity = {name: θ[name] - p for name, p in start.items()}
-        y, change = torch.func.jvp(
-            lambda p: torch.func.functional_call(network, p, args, kwargs), (start,), (velocity,)
-        )[:2]
+
+        def f(p: Mapping[str, Tensor]) -> Any:
+            with untouched(network):  # in here its buffers may be written to
+                return torch.func.functional_call(network, dict(p), args, kwargs)
+
+        with unfused(network, next(iter(θ.values())).device):
+            y, change = torch.func.jvp(f, (start,), (velocity,))[:2]
         if not isinstance(y, Tensor):
             raise TypeError(
                 f"TangentModel needs a network that returns one tensor, and it returned a {type(y).__name__}"

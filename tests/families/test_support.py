@@ -159,6 +159,16 @@ def test_the_metric_is_the_covariance_of_sampled_scores(name: str) -> None:
     assert bool(((products.mean(0) - F).abs() < 5 * products.std(0) / 4_000**0.5).all())
 
 
+def test_no_mean_of_counts_is_half_out_of_sight() -> None:
+    """A Poisson distribution, as a mixture of two equal ones: 1/a for every a, up to rounding that it claims."""
+    a = torch.logspace(0, 3, 40, dtype=torch.float64).view(-1, 1)
+    twice = FromDistribution(lambda y: D.MixtureSameFamily(D.Categorical(y.new_ones(2)), D.Poisson(y.expand(-1, 2))))
+    for y in (a, *a.split(1)):  # the largest of a batch decides how many values are looked at
+        assert float(twice.error(y).max()) < 1e-9
+        root = ng.Fisher(twice).root(y)
+        close(root.square().sum(0), 1 / y, 1e-9)
+
+
 def test_independent_entries_and_terms_have_the_metric_of_each() -> None:
     y = normal(3, 2)
     expected = torch.diag_embed(torch.full((3, 2), 4.0, dtype=torch.float64))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +33,47 @@ def test_it_is_the_first_two_terms_of_taylors_series() -> None:
     with torch.no_grad():
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(tangent.parameters()) + δ, tangent.parameters())
     close(tangent(x), model(x) + (jacobian(model, x) @ δ).view(4, 2))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(2, 1, batch_first=True), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1) * torch.linspace(-1, 1, 3, dtype=x.dtype).view(3, 1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].sum(1))
+
+
+def normalised(training: bool) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.train(training)[3].eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Attending, lambda: normalised(True), lambda: normalised(False)],
+    ids=["attention", "training", "evaluation"],
+)
+def test_fused_attention_and_batch_statistics_are_those_of_the_network(make: Callable[[], nn.Module]) -> None:
+    """Modules keep their modes, running averages their values: f(θ₀) + d/dt f(θ₀ + tδ), by differences."""
+    torch.manual_seed(0)
+    model, x, h = make().double(), normal(5, 2), 1e-5
+    tangent, before = TangentModel(model), {name: b.clone() for name, b in model.named_buffers()}
+    assert tangent.training == model.training
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    δ = normal(len(start))
+
+    def at(θ: Tensor, of: nn.Module) -> Tensor:
+        nn.utils.vector_to_parameters(θ, of.parameters())
+        return of(x).detach()
+
+    got = at(start + δ, tangent)
+    assert all(torch.equal(b, before[name]) for name, b in tangent.network.named_buffers())
+    slope = (at(start + h * δ, model) - at(start - h * δ, model)) / (2 * h)
+    close(got, at(start, model) + slope, 1e-7)
+    assert [m.training for m in tangent.eval().network.modules()] == [False] * len(list(model.modules()))
 
 
 def test_gradient_descent_follows_the_kernel_of_the_start() -> None:
