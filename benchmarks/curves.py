@@ -12,7 +12,7 @@ from typing import Any, final
 
 from benchmarks.report import Target, verdicts
 from experiments.files import markdown_table
-from natgrad.cli.demo import Point
+from natgrad.cli.training import Point
 
 KFAC, SGD, ADAMW, SOAP = "K-FAC, self-tuned", "SGD with momentum", "AdamW", "SOAP"
 
@@ -172,4 +172,5 @@ def _cells(record: Record, task: str) -> list[list[str]]:
 
 def _row(run: Run, level: float) -> tuple[float, ...]:
     end = run.history[-1]
-    return float(end.step), end.train_loss, run.train_score, end.test_loss, end.test_score, run.reaches(level)
+    score = math.nan if end.test_score is None else end.test_score
+    return float(end.step), end.train_loss, run.train_score, end.test_loss, score, run.reaches(level)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -15,8 +16,24 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from benchmarks.networks import DEEP, deep, tanh_layers
-from natgrad.cli.demo import Task, accuracy
+from natgrad.cli.demo import accuracy
+from natgrad.cli.training import Loss
 from natgrad.data import load_digits
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """A network with training and test data (inputs [n …], targets [n …]), a loss and a score."""
+
+    name: str
+    network: Callable[[], nn.Module]
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    batch_size: int
+    loss: Loss
+    score_name: str
+    score: Loss
 
 
 @final

@@ -34,7 +34,7 @@ from benchmarks import rivals as optimizers
 from benchmarks.curves import ADAMW, KFAC, SGD, SOAP, Record, Run, Setting, table
 from benchmarks.harness import machine, now, settle
 from benchmarks.tasks import TrainingTask, digits, mnist
-from natgrad.cli.demo import batches, measure
+from natgrad.cli.training import Batches, Problem, endless, measure
 
 Make = Callable[[nn.Module], Optimizer]
 _FINALISTS = 3  # settings of a grid that are tried for the whole budget
@@ -96,32 +96,32 @@ def train(training: TrainingTask, contender: Contender, seed: int, seconds: floa
     """One run, measured ``points`` times, more often at first; it ends early if the loss is not finite."""
     task = training.task
     torch.manual_seed(seed)
-    model, (inputs, targets) = task.network(), task.train
-    optimizer, stream = contender.make(model), batches(len(inputs), contender.batch, seed)
+    data, device = Batches(*task.train, contender.batch), task.train[0].device
+    problem = Problem(task.network(), task.loss, data, [task.test], task.score)
+    optimizer, stream = contender.make(problem.model), endless(data, seed)
     start_lr = [group["lr"] for group in optimizer.param_groups if contender.left < 1]
-    stride = 10 if inputs.is_cuda else 1  # reading the clock of a GPU synchronises
-    spent, step, history = 0.0, 0, [measure(task, model, 0, 0.0)]
+    stride = 10 if device.type == "cuda" else 1  # reading the clock of a GPU synchronises
+    spent, step, history = 0.0, 0, [measure(problem, [task.train], 0, 0.0)]
 
     def closure() -> Any:
         optimizer.zero_grad()
-        loss = task.loss(model(x), t)
+        loss, _ = problem.of_batch(batch)
         loss.backward()
         return loss
 
     while spent < seconds:
         for group, lr in zip(optimizer.param_groups, start_lr, strict=False):
             group["lr"] = lr * (1 - (1 - contender.left) * spent / seconds)
-        start = now(inputs.device)
+        start = now(device)
         for _ in range(stride):
-            batch = next(stream).to(inputs.device)
-            x, t = inputs[batch], targets[batch]
+            batch = next(stream)
             optimizer.step(closure)
-        spent, step = spent + now(inputs.device) - start, step + stride
+        spent, step = spent + now(device) - start, step + stride
         if spent >= min(1.0, len(history) / points) ** 2 * seconds:
-            history.append(measure(task, model, step, spent))
+            history.append(measure(problem, [task.train], step, spent))
             if not math.isfinite(history[-1].train_loss):
                 break
-    return Run(task.name, contender.name, seed, history, _train_score(training, model))
+    return Run(task.name, contender.name, seed, history, _train_score(training, problem.model))
 
 
 def _train_score(training: TrainingTask, model: nn.Module) -> float:

@@ -188,7 +188,7 @@ def test_an_import_loads_no_compiler() -> None:
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
     "accelerate": 2633,
-    "cli": 375,
+    "cli": 912,
     "data": 23,
     "families": 2110,
     "fit": 2107,

@@ -19,7 +19,7 @@ from benchmarks import kfac_peers as peers
 from benchmarks.harness import Race, SubprocessRunner
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.rivals import SOAP
-from natgrad.cli.demo import Point
+from natgrad.cli.training import Point
 
 CPU = torch.device("cpu")
 # Other libraries, where they are installed, warn about their own affairs.

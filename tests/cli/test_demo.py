@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import Namespace
 from collections import Counter
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from itertools import islice, takewhile
 from pathlib import Path
@@ -18,22 +16,24 @@ import pytest
 import torch
 from torch import nn
 
-import natgrad.cli.demo
+import natgrad.cli.commands
+import natgrad.cli.training
 from natgrad.cli.colours import COLOURS
-from natgrad.cli.demo import (
+from natgrad.cli.demo import digits, poisson
+from natgrad.cli.main import main
+from natgrad.cli.report import by_task, headline, rows, verdict
+from natgrad.cli.training import (
+    Batches,
     Budget,
     Point,
+    Problem,
     Task,
     TrainingRun,
-    batches,
     compare,
-    digits,
+    endless,
     milestones,
-    poisson,
     train,
 )
-from natgrad.cli.main import budget_of, main
-from natgrad.cli.report import rows, verdict
 from natgrad.data import load_digits
 
 CONTESTANTS = {
@@ -54,18 +54,14 @@ def summary(out: Path) -> dict[str, Any]:
 def linear_task(**changes: Any) -> Task:
     """The classifier's data with a linear model and SGD: milliseconds a step."""
 
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=changes.get("lr", 0.1))
+    def sgd(problem: Problem) -> torch.optim.Optimizer:
+        return torch.optim.SGD(problem.model.parameters(), lr=changes.get("lr", 0.1))
 
-    base = digits()
-    return replace(
-        base,
-        name="linear",
-        network=lambda: nn.Linear(64, 10),
-        batch_size=100,
-        loss=changes.get("loss", base.loss),
-        optimizers={"first": sgd, "second": sgd},
-    )
+    def problem() -> Problem:
+        data, loss = load_digits(), changes.get("loss", nn.functional.cross_entropy)
+        return Problem(nn.Linear(64, 10), loss, Batches(*data.train, 100), [data.test])
+
+    return Task("linear", problem, {"first": sgd, "second": sgd})
 
 
 class Finished(NamedTuple):
@@ -122,7 +118,7 @@ class TestDemo:
         for name, optimizers in CONTESTANTS.items():
             for optimizer in optimizers:
                 assert f'id="{name}/{optimizer}"' in page, "a box that hides the curves"
-                assert f'id="{name}/{optimizer}:test loss against seconds"' in page
+                assert f'id="{name}/{optimizer}:test loss against seconds 0"' in page
                 assert COLOURS[optimizer] in page
         assert str(finished.out / "report.html") in finished.output
 
@@ -135,17 +131,16 @@ class TestDemo:
     def test_interrupt_keeps_what_there_is(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        real = natgrad.cli.demo.measure
+        real, calls = natgrad.cli.training.measure, list[int]()
 
-        def interrupted(task: Task, model: nn.Module, step: int, seconds: float) -> Point:
-            if interrupted.calls == 7:  # type: ignore[attr-defined]
+        def interrupted(problem: Problem, sample: Any, step: int, seconds: float) -> Point:
+            calls.append(step)
+            if calls[-7:] == [0, 1, 2, 3, 4, 0, 1]:
                 raise KeyboardInterrupt
-            interrupted.calls += 1  # type: ignore[attr-defined]
-            return real(task, model, step, seconds)
+            return real(problem, sample, step, seconds)
 
-        interrupted.calls = 0  # type: ignore[attr-defined]
-        monkeypatch.setattr(natgrad.cli.demo, "measure", interrupted)
-        assert demo(tmp_path, "--steps", "4") == 130  # five measurements of AdamW, two of Muon
+        monkeypatch.setattr(natgrad.cli.training, "measure", interrupted)
+        assert demo(tmp_path, "--steps", "4") == 130  # five measurements of AdamW, one of Muon
         output = capsys.readouterr().out
         assert "Muon (interrupted)" in output
         result = summary(tmp_path)
@@ -153,7 +148,7 @@ class TestDemo:
         (task,) = result["tasks"]
         assert [(run["optimizer"], run["status"], len(run["history"])) for run in task["runs"]] == [
             ("AdamW", "finished", 5),
-            ("Muon", "interrupted", 2),
+            ("Muon", "interrupted", 1),
         ]
         assert "Muon (interrupted)" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -163,17 +158,18 @@ class TestDemo:
         def interrupted(*arguments: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(natgrad.cli.demo, "measure", interrupted)
+        monkeypatch.setattr(natgrad.cli.commands, "warm_up", lambda task: None)
+        monkeypatch.setattr(natgrad.cli.training, "measure", interrupted)
         assert demo(tmp_path, "--steps", "1") == 130
         assert "Nothing was trained" in capsys.readouterr().out
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.parametrize("missing", ["rich", "matplotlib"])
+    @pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
     def test_missing_extra_is_named(
         self, missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in [*sys.modules]:
-            if name.partition(".")[0] == missing or name == "natgrad.cli.report":
+            if name.partition(".")[0] == missing or name in ("natgrad.cli.report", "natgrad.cli.commands"):
                 monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, missing, None)
         out = tmp_path / "out"
@@ -186,39 +182,42 @@ class TestDemo:
     def test_other_missing_modules_are_not_blamed_on_the_extra(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delitem(sys.modules, "natgrad.cli.report")
+        for name in ("natgrad.cli.report", "natgrad.cli.commands"):
+            monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "json", None)
         with pytest.raises(ModuleNotFoundError, match="json"):
             demo(tmp_path, "--steps", "1")
 
     @pytest.mark.parametrize("option", ["--steps", "--seconds", "--threads"])
     def test_budgets_must_be_positive(self, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert demo(tmp_path, option, "0") == 1
-        assert f"{option} is 0" in capsys.readouterr().err
+        assert demo(tmp_path, option, "0") == 2
+        assert option in capsys.readouterr().err
 
-    def test_seconds_are_those_of_all_runs_together(self) -> None:
-        tasks = (linear_task(), replace(linear_task(), weight=3.0))
-        limit = budget_of(Namespace(seconds=16.0, steps=None, threads=1), tasks)
-        assert sum(limit.times(task.weight).seconds or 0.0 for task in tasks for _ in task.optimizers) == 16.0
+    def test_seconds_are_those_of_all_runs_together(self, tmp_path: Path) -> None:
+        assert demo(tmp_path, "--steps", "1", "--seconds", "20") == 0
+        share = summary(tmp_path)["settings"]["seconds"]
+        tasks = (digits(), poisson())
+        assert share * sum(task.weight * len(task.optimizers) for task in tasks) == pytest.approx(20.0)
 
     def test_folder_that_cannot_be_made(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").touch()
-        assert demo(tmp_path / "file" / "out", "--steps", "1") == 1
+        assert demo(tmp_path / "file" / "out", "--steps", "1") == 2
         assert str(tmp_path / "file" / "out") in capsys.readouterr().err
 
 
 class TestTraining:
     def test_equal_optimizers_give_equal_histories(self) -> None:
-        first, second = compare((linear_task(),), Budget(steps=20), seed=3).runs
+        first, second = compare((linear_task(),), Budget(steps=20), seeds=[3]).runs
         assert [point.train_loss for point in first.history] == [point.train_loss for point in second.history]
         assert first.history[-1].train_loss < 0.9 * first.history[0].train_loss
 
     def test_seed_changes_the_run(self) -> None:
-        losses = {compare((linear_task(),), Budget(steps=1), seed).runs[0].history[-1].train_loss for seed in (0, 1)}
-        assert len(losses) == 2
+        runs = compare((linear_task(),), Budget(steps=1), seeds=(0, 1)).runs
+        assert [(run.optimizer, run.seed) for run in runs] == [("first", 0), ("second", 0), ("first", 1), ("second", 1)]
+        assert len({run.history[-1].train_loss for run in runs}) == 2
 
     def test_seconds_end_a_run(self) -> None:
-        run = compare((linear_task(),), Budget(seconds=0.05), seed=0).runs[0]
+        run = compare((linear_task(),), Budget(seconds=0.05)).runs[0]
         assert run.status == "finished"
         assert 0.05 <= run.history[-1].seconds < 0.05 + 2.0
 
@@ -226,26 +225,26 @@ class TestTraining:
         def loss(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return y.pow(4).sum()
 
-        run = compare((linear_task(loss=loss, lr=1e3),), Budget(steps=50), seed=0).runs[0]
+        run = compare((linear_task(loss=loss, lr=1e3),), Budget(steps=50)).runs[0]
         assert run.status == "diverged"
         assert run.history[-1].step < 50
 
     def test_clock_stands_still_while_losses_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticks = iter(range(1000))
-        monkeypatch.setattr("natgrad.cli.demo.perf_counter", lambda: float(next(ticks)))
+        monkeypatch.setattr("natgrad.cli.training.perf_counter", lambda: float(next(ticks)))
         run = TrainingRun(linear_task(), "first")
-        train(run, Budget(steps=5), 0, lambda run, spent: None)
+        train(run, Budget(steps=5), lambda run, spent: None)
         assert [point.seconds for point in run.history] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
     def test_batches_visit_every_example_once_an_epoch(self) -> None:
-        epochs = list(islice(batches(10, 3, seed=0), 6))
+        epochs = [x for x, _ in islice(endless(Batches(torch.arange(10), torch.arange(10), 3), seed=0), 6)]
         for epoch in (epochs[:3], epochs[3:]):
             assert len(set(torch.cat(epoch).tolist())) == 9
         assert not torch.equal(torch.cat(epochs[:3]), torch.cat(epochs[3:]))
 
     def test_batch_larger_than_the_data_is_refused(self) -> None:
         with pytest.raises(ValueError, match="between 1 and the number of examples, 10"):
-            next(batches(10, 11, seed=0))
+            Batches(torch.arange(10), torch.arange(10), 11)
 
     def test_budget_without_a_limit_is_refused(self) -> None:
         with pytest.raises(ValueError, match="never ends"):
@@ -259,32 +258,34 @@ class TestTraining:
             TrainingRun(task, name, [Point(step, step / 10, 0.1, loss / step, 0.9) for step in (1, 2)], "finished")
             for name, loss in ((winner, 1.0), (other, 6.0))
         ]
-        text = verdict(runs)
+        ((_, methods),) = groups = by_task(runs)
+        text = verdict(methods)
+        assert headline(groups) == f"linear: {winner} has the lowest test loss"
         assert text.startswith(f"Lowest test loss: {winner}, 0.5 after 0.2 s. Next: {other}, 3, 6 times as much.")
         assert text.endswith(
             f"First within 2 % of AdamW's lowest: {winner}, after {0.2 if winner == 'AdamW' else 0.1} s."
         )
-        assert [row[0] for row in rows(task, runs)] == [winner, other]
-        assert rows(task, runs)[1][3] == ("0.2 s" if other == "AdamW" else "not reached")
+        assert [row[0] for row in rows(task, methods)] == [winner, other]
+        assert rows(task, methods)[1][3] == ("0.2 s" if other == "AdamW" else "not reached")
 
     def test_muon_steps_matrices_and_adamw_the_rest(self) -> None:
         task = digits()
-        model = task.network()
-        before = [p.detach().clone() for p in model.parameters()]
-        opt = task.optimizers["Muon"](model)
+        problem = task.problem()
+        before = [p.detach().clone() for p in problem.model.parameters()]
+        opt = task.optimizers["Muon"](problem)
 
         def closure() -> Any:
             opt.zero_grad()
-            loss = task.loss(model(task.train[0]), task.train[1])
-            loss.backward()
+            loss, _ = problem.of_batch(next(iter(problem.train)))
+            loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
             return loss
 
         opt.step(closure)
-        assert not any(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+        assert not any(torch.equal(p, q) for p, q in zip(before, problem.model.parameters(), strict=True))
 
     def test_the_solution_of_the_equation_has_no_residual(self) -> None:
         """Δu of the network agrees with differentiating u twice."""
-        model: Any = poisson().network()
+        model: Any = poisson().problem().model
         x = torch.rand(5, 2, dtype=torch.float64)
         trace = torch.stack(
             [torch.autograd.functional.hessian(lambda z: model.solution(z[None])[0, 0], row).trace() for row in x]
