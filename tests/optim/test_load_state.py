@@ -332,7 +332,7 @@ NEGATIVE: dict[str, tuple[str, str, str, str]] = {
     "floor": ("low_rank", "operator", "floor", "floor of the metric"),
     "inverse": ("kfac", "inverse", "hidden.weight/S", "hidden.weight/S of the inverse"),
     "eigenvalue": ("ekfac", "inverse", "hidden.weight/d", "hidden.weight/d of the inverse"),
-    "scale": ("kfac", "inverse", "fallback/values", "fallback/scale of the inverse"),
+    "scale": ("kfac", "inverse", "fallback/values", "fallback/values of the inverse"),
 }
 
 
