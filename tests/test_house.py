@@ -206,7 +206,7 @@ LINES: dict[str, int] = {
     "rules": 1182,
     "solve": 239,
     "step": 832,
-    "structures": 3208,
+    "structures": 3173,
     "vi": 1291,
     "watch": 575,
 }

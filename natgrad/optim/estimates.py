@@ -207,7 +207,7 @@ class MetricTracker:
     def in_place(self) -> bool:
         """Whether an estimate goes into the average at once, in place. Several processes must join theirs before."""
         alone = self.fresh is None and self.world.size == 1
-        return alone and self.average is not None and self.structure.in_place
+        return alone and self.average is not None and isinstance(self.structure, Kronecker)
 
     def add(self, pb: Pullback) -> None:
         """Estimate the metric from a pullback, into the average or into ``fresh``."""
@@ -667,7 +667,7 @@ class PassSource(Source):
 
     def _record(self, x: Arguments, *, eagerly: bool) -> None:
         """Record the pass that begins or, ``eagerly``, one of our own before it."""
-        tracker, one_pass = self.tracker, self.tracker.structure.one_pass
+        tracker, one_pass = self.tracker, self.tracker.structure.by_layer
         self._note_mode()
         if not one_pass:
             tracker.model.check_separable()
@@ -732,7 +732,7 @@ class PassSource(Source):
             if raw is None:  # the forward pass raised
                 self._passes.pop()
                 return None
-            if not tracker.structure.one_pass and not torch.equal(self._rng_state, get_rng_state(tracker.device)):
+            if not tracker.structure.by_layer and not torch.equal(self._rng_state, get_rng_state(tracker.device)):
                 refuse_randomness()
             tape = recorder.tape(*tracker.model.read(raw, x))
         finally:
@@ -1061,7 +1061,7 @@ class OutputSource(PassSource):
         tracker.metric.check_target(target)
         if target is None and tracker.metric.pending_loss:
             tracker.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
-        if not tracker.structure.one_pass:
+        if not tracker.structure.by_layer:
             tracker.model.check_separable()
         for watcher in self.watchers:
             watcher.gradients({}, whole=False, due=tracker.due)

@@ -234,7 +234,7 @@ class NaturalGradient(torch.optim.Optimizer):
         device = wrapped.example.device
         world = processes_of(wrapping, _cause_of_drift(metric, schedule, step))
         generator = generator or _generator(device, world.rank)
-        wrapped = replace(wrapped, constant_statistics=schedule.structure.one_pass)
+        wrapped = replace(wrapped, constant_statistics=schedule.structure.by_layer)
         blocks = layers_of(wrapped, rules)
         if of_gradients:
             if rules:

@@ -105,9 +105,9 @@ class Factored(Solver):
 
 def _factored(G: Operator, damping: Damping, warm: Mapping[str, Tensor], into: Inverse | None = None) -> Inverse:
     check_damping(damping, G.layout.dtype)
-    if isinstance(G, KroneckerOperator):
+    if isinstance(G, KroneckerOperator) and G.power != 0:
         return G.factored_inverse(damping, warm, into)
-    if isinstance(G, IdentityOperator):
+    if isinstance(G, IdentityOperator | KroneckerOperator):
         return G.inverse(damping)
     if isinstance(G, EigenKroneckerOperator):
         G.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")

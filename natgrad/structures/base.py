@@ -196,9 +196,7 @@ class Structure(ABC):
     # What the optimizer asks: how it is averaged, and the second moment of gradients.
 
     stored: ClassVar[bool] = True  # an operator holds numbers, so that keeping it for several steps saves work
-    one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
-    in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place, and never holds a whole estimate
-    by_layer: ClassVar[bool] = False  # layers with a rule are kept apart, and treated otherwise than the rest
+    by_layer: ClassVar[bool] = False  # kept layer by layer, from one forward pass whose random numbers are constants
     has_basis: ClassVar[bool] = False  # its operators have eigenvectors, which may be kept while they are averaged
     suggested: ClassVar[bool] = False  # an error about memory may name this structure as one that fits
 
@@ -349,7 +347,11 @@ class Operator(ABC):
         """log det (G + λ)^p; a singular G raises."""
         if self.power == 0:
             return torch.zeros((), dtype=self.layout.dtype, device=self.device)
-        return self.power * self._damped_eigenvalues(damping).log().sum().to(self.layout.dtype)
+        return self.power * self._logdet(damping)
+
+    def _logdet(self, damping: Damping) -> Tensor:
+        """Of G + λ, whatever the power."""
+        return self._damped_eigenvalues(damping).log().sum().to(self.layout.dtype)
 
     def flat(self, v: Vector) -> Covector:
         """v♭ = G v."""
@@ -389,8 +391,10 @@ class Operator(ABC):
 
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p by the direct method of this structure. A metric that is zero has the inverse zero, relatively."""
-        if self.power == 0:
-            return IdentityInverse(self.layout)
+        return IdentityInverse(self.layout) if self.power == 0 else self._inverse(damping)
+
+    def _inverse(self, damping: Damping) -> Inverse:
+        """Where the power is not zero."""
         λ = self.absolute(damping)
         if λ > 0 or not isinstance(damping, Relative):
             self._damped_eigenvalues(damping)
@@ -398,10 +402,14 @@ class Operator(ABC):
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         """((G + λ)⁺)^p, or for p = 1 the solution of least weighted norm; weight is [p] or [p q]."""
+        if self.power == 0 and weight is None:
+            return IdentityInverse(self.layout)
+        return self._pseudo_inverse(damping, rtol, weight)
+
+    def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+        """Where the power is not zero, or there is a weight."""
         if weight is not None:
             self.refuse("Pinv(weight=…)", "it knows no other norm; leave it out, or use Dense, BlockDense or Kernel")
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         λ, values = self.absolute(damping), self._spectrum()
         damped, rtol = values + λ, len(values) * torch.finfo(self.layout.dtype).eps if rtol is None else rtol
         refuse_indefinite(damped, rtol, damping, "the metric")

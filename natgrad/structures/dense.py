@@ -35,7 +35,6 @@ from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.structures.base import (
-    IdentityInverse,
     Inverse,
     Layout,
     Operator,
@@ -93,15 +92,13 @@ class MatrixOperator(Operator):
             out[index[:, None], index] = matrix
         return out
 
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        if self.power == 0:
-            return self.matrices[0].new_zeros(())
+    def _logdet(self, damping: Damping) -> Tensor:
         shifts, largest = _shifts(self.matrices, damping), _largest(self.matrices)
         factors = [
             cholesky(matrix, _of_blocks(shifts, b), title, largest)
             for b, (matrix, title) in enumerate(zip(self.matrices, self.titles, strict=True))
         ]
-        return self.power * torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
+        return torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
 
     def eigenvalues(self) -> Tensor:
         spectra = (eigvalsh(matrix.double(), "the metric") for matrix in self.matrices)
@@ -118,10 +115,8 @@ class MatrixOperator(Operator):
     def nonnegative(self) -> dict[str, Tensor]:
         return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
 
-    def inverse(self, damping: Damping) -> Inverse:
+    def _inverse(self, damping: Damping) -> Inverse:
         """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         shifts = _shifts(self.matrices, damping)
         if self.power == 1 and not (isinstance(shifts, Tensor) and bool((shifts == 0).any())):
             return CholeskyInverse.of(self.layout, self.indices, self.matrices, damping, self.what)
@@ -134,11 +129,9 @@ class MatrixOperator(Operator):
             refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), self.what)
         return inverse
 
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
             self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         batches, shifts = _batched(self.indices, self.matrices), _shifts(self.matrices, damping)
         largest = _largest(self.matrices)
         roots: list[Tensor] = []
@@ -231,10 +224,10 @@ class BlockDenseOperator(MatrixOperator):
     def tensors(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.matrices, strict=True))
 
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
-        return super().pseudo_inverse(damping, rtol, weight)
+        return super()._pseudo_inverse(damping, rtol, weight)
 
 
 class FormedOperator(Operator):

@@ -23,7 +23,7 @@ from natgrad.linalg import (
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import DualMetric, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
+from natgrad.structures.base import DualMetric, Inverse, Layout, Operator, Structure, Subset
 
 _WHAT = "the diagonal metric"
 
@@ -64,28 +64,22 @@ class DiagonalOperator(Operator):
         pairs = zip(pullback.blocks, pullback.collect(), strict=True)
         return reduce(torch.add, (f.weighed_gram(block.pack(self.diagonal())) for block, f in pairs))
 
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        if self.power == 0:
-            return self.values.new_zeros(())
+    def _logdet(self, damping: Damping) -> Tensor:
         damped = self._damped(damping)
         refuse_singular(damped, what=_WHAT, damping=damping)
-        return self.power * damped.log().sum()
+        return damped.log().sum()
 
     def nonnegative(self) -> dict[str, Tensor]:
         return self.tensors()
 
-    def inverse(self, damping: Damping) -> Inverse:
-        if self.power == 0:
-            return IdentityInverse(self.layout)
+    def _inverse(self, damping: Damping) -> Inverse:
         return self._dual(inverse_powered(self._damped(damping), self.power))
 
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         # The weight chooses among solutions that differ in the null space. For a diagonal G the one of least norm is
         # the same for every diagonal weight: zero where G is zero.
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the coordinates; give numbers a parameter")
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         check_finite(self.values, "the diagonal of the metric")
         damped = self.values + self._shift(damping)
         rtol = damped.numel() * torch.finfo(damped.dtype).eps if rtol is None else rtol

@@ -23,7 +23,7 @@ from natgrad.pullbacks.moments import by_roots, factors_of, second_moments
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.features import Features
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator
+from natgrad.structures.base import Cost, Inverse, Layout, Operator
 from natgrad.structures.layered import (
     Basis,
     Layered,
@@ -261,10 +261,8 @@ class EigenKroneckerOperator(LayerOperator):
         q, p = (tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP")
         return Basis(q, p)
 
-    def inverse(self, damping: Damping) -> Inverse:
+    def _inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p = Q (QᵀWP / (D + λ)^p) Pᵀ, exactly, and with nothing to be factored."""
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         if damping == 0:
             for block, values in zip(self.blocks, self.scales, strict=True):
                 self.refuse_singular(block, values, 0.0)

@@ -31,7 +31,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.example_grads import ExampleGrads
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, RootedOperator, Structure, check_shape
+from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, check_shape
 from natgrad.structures.dense import FormedOperator
 from natgrad.structures.woodbury import RangeInverse, WoodburyInverse, refine
 
@@ -256,15 +256,12 @@ class KernelOperator(RootedOperator):
         factors = tuple(ExampleGrads(f.a.to(dtype), f.g.to(dtype)) for f in self.factors)
         return replace(self, layout=Layout(self.layout.like, dtype), factors=factors)
 
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity, times the power."""
-        if self.power == 0:
-            return self.factors[0].g.new_zeros(())
+    def _logdet(self, damping: Damping) -> Tensor:
+        """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity."""
         λ = self.absolute(damping)
         self._check(λ)
         factor = cholesky(self.gram(), λ, "the kernel")
-        logdet = (self.layout.size - factor.shape[0]) * math.log(λ) + 2 * factor.diagonal().log().sum()
-        return self.power * logdet
+        return (self.layout.size - factor.shape[0]) * math.log(λ) + 2 * factor.diagonal().log().sum()
 
     def eigenvalues(self) -> Tensor:
         """The eigenvalues of R Rᵀ, and P − NK zeros; with more rows than parameters, the largest P."""
@@ -292,9 +289,7 @@ class KernelOperator(RootedOperator):
             out[f"{block.names[0]}/a"], out[f"{block.names[0]}/g"] = f.a, f.g
         return out if self.K is None else out | {"K": self.K.whole}
 
-    def inverse(self, damping: Damping) -> Inverse:
-        if self.power == 0:
-            return IdentityInverse(self.layout)
+    def _inverse(self, damping: Damping) -> Inverse:
         λ = self.absolute(damping)
         if isinstance(damping, Relative) and λ == 0:  # so is G
             return self._range_inverse(torch.zeros_like(self.range[0]), 0.0)
@@ -312,11 +307,9 @@ class KernelOperator(RootedOperator):
     def _range_inverse(self, inside: Tensor, outside: float) -> RangeInverse:
         return RangeInverse(self.layout, KernelRange(self), inside, inside.new_tensor(outside))
 
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
             self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         if damping != 0:
             return self.inverse(damping)
         if self.power != 1:

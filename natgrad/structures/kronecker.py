@@ -56,7 +56,6 @@ from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import BackwardHooks, Cotangents, Tape
 from natgrad.structures.base import (
     Cost,
-    IdentityInverse,
     Inverse,
     Layout,
     Operator,
@@ -149,7 +148,6 @@ class Kronecker(Layered):
                 [1., 2., 1.]])
     """
 
-    in_place: ClassVar[bool] = True
     sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -470,13 +468,11 @@ class KroneckerOperator(LayerOperator):
             products=True,
         )
 
-    def inverse(self, damping: Damping) -> Inverse:
+    def _inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.
 
         Relative damping is that of the factors, (S + λ_S)^-p ⊗ (A + λ_A)^-p.
         """
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         fallback = self.fallback_inverse(damping)
         return self._undamped_inverse(fallback) if damping == 0 else self.spectral_inverse(fallback, damping)
 
@@ -497,8 +493,6 @@ class KroneckerOperator(LayerOperator):
         FactorisationError is raised when the others are done; on a GPU the inverse has ``failed``, a step or two later.
         Without a last inverse SingularMetricError is raised at once.
         """
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         fallback = self.fallback_inverse(damping)
         if damping == 0 or not self.blocks:
             return self._undamped_inverse(fallback)
@@ -534,9 +528,7 @@ class KroneckerOperator(LayerOperator):
 
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """Every process inverts the factors of its share of the layers."""
-        if self.power == 0:
-            return IdentityInverse(self.layout)
-        if damping == 0:  # no process can refuse, by its share, what is rounding beside all layers
+        if damping == 0 or self.power == 0:  # no process can refuse, by its share, what is rounding beside all layers
             return invert(self)
         share, inverses = sharing.share(self.blocks), list[Inverse]()
 

@@ -64,7 +64,6 @@ from natgrad.rules.features import Moment
 from natgrad.structures.base import (
     FALLBACK,
     Cost,
-    IdentityInverse,
     Inverse,
     Layout,
     Operator,
@@ -86,7 +85,6 @@ UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no
 class Layered(Structure):
     """Two factors for every layer, and another structure for the parameters that no layer rule covers."""
 
-    one_pass: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True
     sharing: Literal["expand", "reduce"] = "expand"
     fallback: Structure = field(default_factory=Diagonal)
@@ -538,19 +536,17 @@ class LayerOperator(Operator):
             out[index[:, None], index] = self.fallback.dense()
         return out
 
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
+    def _logdet(self, damping: Damping) -> Tensor:
         total = self._empty().zero_()
-        if self.power == 0:
-            return total
         for block, values in zip(self.blocks, self.spectrum(damping)[0], strict=True):
             if isinstance(damping, Relative) or damping == 0:
                 self.refuse_singular(block, values, damping)
-                total = total + self.power * values.log().sum()
+                total = total + values.log().sum()
             else:  # G is a mean of squares: what is below λ is rounding
-                total = total + self.power * values.clamp(min=damping).log().sum()
+                total = total + values.clamp(min=damping).log().sum()
         if damping == 0:
             self.refuse_rounding()
-        return total if self.fallback is None else total + self.fallback.logdet(damping)
+        return total if self.fallback is None else total + self.fallback._logdet(damping)
 
     def eigenvalues(self) -> Tensor | None:
         layers, dtype = list[Tensor](), self.layout.dtype
@@ -606,11 +602,9 @@ class LayerOperator(Operator):
             damping = damping.beside(torch.cat(self.gradient_sizes))
         return self.fallback.inverse(damping)
 
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None:
             self.refuse("Pinv(weight=…)", "a weight is no product of two factors; leave it out, or use BlockDense")
-        if self.power == 0:
-            return IdentityInverse(self.layout)
         fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, None)
         rtol = max(map(self._rounding, self.blocks), default=0.0) if rtol is None else rtol
         return self.spectral_inverse(fallback, damping, rtol)

@@ -24,7 +24,7 @@ from natgrad.linalg import (
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure, check_shape
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure, check_shape
 from natgrad.structures.dense import CholeskyInverse, Dense, restore_inverse
 from natgrad.structures.implicit import Implicit
 from natgrad.structures.kernel import Kernel
@@ -152,17 +152,15 @@ class LowRankOperator(Operator):
         outside, inside = torch.where(spectrum > rounding, spectrum, 0.0).pow(self.power).tensor_split([1])
         return inside - outside, outside.expand_as(self.floor)
 
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ, times the power; in double precision."""
-        if self.power == 0:
-            return self.floor.new_zeros(())
+    def _logdet(self, damping: Damping) -> Tensor:
+        """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ, in double precision."""
         λ, dtype = self.absolute(damping), self.floor.dtype
         vectors, values, floor = (t.double() for t in (self.vectors, self.values, self.floor))
         G = replace(self, vectors=vectors, values=values, floor=floor, power=1.0)
         if G._bare(λ):
-            return (self.power * 2 * cholesky(G.dense(), λ, _WHAT).diagonal().log().sum()).to(dtype)
+            return (2 * cholesky(G.dense(), λ, _WHAT).diagonal().log().sum()).to(dtype)
         e, _, factor = G._capacity(λ)
-        return (self.power * (e.log().sum() + 2 * factor.diagonal().log().sum())).to(dtype)
+        return (e.log().sum() + 2 * factor.diagonal().log().sum()).to(dtype)
 
     def lerp(self, other: Operator, weight: float) -> LowRankOperator:
         """The two ranges together, cut back to the rank; what is cut goes into the floor, so the diagonal stays."""
@@ -187,9 +185,7 @@ class LowRankOperator(Operator):
             return RangeInverse(self.layout, Columns(tensors["vectors"]), tensors["inside"], tensors["outside"])
         return restore_inverse(self.layout, [torch.arange(self.layout.size, device=self.floor.device)], tensors)
 
-    def inverse(self, damping: Damping) -> Inverse:
-        if self.power == 0:
-            return IdentityInverse(self.layout)
+    def _inverse(self, damping: Damping) -> Inverse:
         λ = self.absolute(damping)
         zero = isinstance(damping, Relative) and λ == 0
         if self.power != 1 or zero:
@@ -212,7 +208,7 @@ class LowRankOperator(Operator):
         scales = (inverse_powered(t.clamp(min=0), self.power) for t in (inside, outside))
         return RangeInverse(self.layout, Columns(self.vectors), *scales)
 
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         reason = "its floor and its range have no common eigenbasis"
         self.refuse("Pinv", f"{reason}; use Cholesky() with damping > 0, or Pinv() with Dense or Kernel")
 
