@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from natgrad.errors import IncompatibleError
 from natgrad.log import listed
 from natgrad.model import unwrapped
+from natgrad.optim.parameters import embeddings_in, kernels_in
+from natgrad.optim.update import complete
 from natgrad.show import as_html, brief
 
 _log = logging.getLogger("natgrad")
@@ -119,10 +121,8 @@ class Modules:
         modules = [] if self.model is None else list(self.model.modules())
         params = {} if self.model is None else dict(self.model.named_parameters())
         self.names: dict[int, str] = {id(p): name for name, p in params.items()}
-        self.reasons = {id(m.weight): "an embedding" for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-        self.kernels: set[int] = {
-            id(p) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for p in m.parameters()
-        }
+        self.reasons = dict.fromkeys(embeddings_in(modules), "an embedding")
+        self.kernels: set[int] = kernels_in(modules)
         getters = [m.get_output_embeddings for m in modules if hasattr(m, "get_output_embeddings")]
         if getters:  # the model says itself which head it has, or that it has none
             heads = [head for get in getters for head in _heads(get)]
@@ -237,28 +237,14 @@ def groups_of(params: Any, groups: Iterable[Mapping[str, Any]]) -> tuple[list[di
     for group in given:
         if modules.model is None and (model := _model_of(group.get("params"))) is not None:
             modules = Modules(model)
-        if not isinstance(group.get("params"), Tensor | list):
-            group["params"] = list(group.get("params", ()))
-    more = [_checked_group(group) for group in groups]
-    named = {id(p) for group in more for p in tensors_of(group)}
-    counts = Counter(id(p) for group in (*given, *more) for p in tensors_of(group))
-    if several := [modules.names.get(at, "a parameter") for at, count in counts.items() if count > 1]:
-        raise ValueError(f"{', '.join(several)}: in several parameter groups, or twice in one. Leave it in one of them")
-    rest = [] if given else [entry for entry in params if id(_tensor(entry)) not in named]
-    if not given:
-        strange = named - {id(p) for p in tensors_of({"params": params})}
-        if strange:
-            raise ValueError(
-                f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model: take "
-                "them from this model, and leave frozen ones out"
-            )
+    more = list(groups)
     if modules.model is None and not more:
         _log.info(
             "of parameters without their model it is not known which are embeddings and heads, and a parameter with "
             "three axes is a stack of matrices: give the model, model.named_parameters(), or groups with "
             '"fallback": "adamw"'
         )
-    return [*([{"params": rest}] if rest else []), *given, *more], modules
+    return complete(None if given else params, [*given, *more], modules.names, pairs=True), modules
 
 
 def _model_of(params: Any) -> nn.Module | None:
@@ -267,24 +253,3 @@ def _model_of(params: Any) -> nn.Module | None:
         return params
     held = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
     return held if isinstance(held, nn.Module) else None
-
-
-def _checked_group(group: Any) -> dict[str, Any]:
-    params = group.get("params") if isinstance(group, Mapping) else None
-    params = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else None
-    if params is None or not all(isinstance(_tensor(entry), Tensor) for entry in params):
-        raise TypeError(
-            f'groups= is a list of dicts {{"params": layer.parameters(), "lr": 0.1}}, and one of them is {group!r}'
-        )
-    return {**group, "params": params}
-
-
-def tensors_of(group: Mapping[str, Any]) -> list[Tensor]:
-    """The parameters of a group, without their names."""
-    params = group["params"]
-    return [params] if isinstance(params, Tensor) else [_tensor(entry) for entry in params]
-
-
-def _tensor(entry: Any) -> Any:
-    """The parameter of a pair with its name."""
-    return entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry

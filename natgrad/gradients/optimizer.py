@@ -29,7 +29,7 @@ from natgrad.accelerate.modules import load_compiler, uncompiled
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import NonFiniteError
 from natgrad.geometry import refuse_sparse
-from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of, tensors_of
+from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of
 from natgrad.gradients.earlier_checkpoints import converted
 from natgrad.gradients.shards import Member, Owners, Stage, State, divided_as, gradient_of
 from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, number_of
@@ -38,7 +38,7 @@ from natgrad.model import check_types
 from natgrad.optim import metrics as told
 from natgrad.optim.checkpoint import check_nonnegative, check_plain
 from natgrad.optim.distributed import refuse_flat_shards
-from natgrad.optim.update import adamw, check_keys, check_numbers, common_damping, corrected_weight
+from natgrad.optim.update import adamw, check_keys, check_numbers, common_damping, corrected_weight, tensors_of
 from natgrad.sharding import is_sharded, local, whole
 
 Parameters: TypeAlias = (

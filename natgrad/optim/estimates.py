@@ -474,22 +474,20 @@ class AtStep:
         """Nothing to prepare."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        tracker = self._tracker
+        tracker, told = self._tracker, error
         try:
-            if not isinstance(error, Exception):
-                return False
-            message = f"at step {tracker.step}: {error}"
             if isinstance(error, NonFiniteError) and "at step" not in str(error):
-                if tracker.raises_now:
-                    raise NonFiniteError(message) from error
-                tracker.keep(NonFiniteError(message))
-            elif tracker.raises_now:
+                told = NonFiniteError(f"at step {tracker.step}: {error}")
+            if not isinstance(told, Exception):
                 return False
-            else:
-                tracker.keep(error)
-            return True
+            if not tracker.raises_now:
+                tracker.keep(told)
+                return True
+            if told is not error:
+                raise told from error
+            return False
         finally:
-            del error  # as in ``Processes.raise_together``
+            del error, told  # as in ``Processes.raise_together``
 
 
 class Source(ABC):

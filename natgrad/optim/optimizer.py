@@ -211,9 +211,10 @@ class NaturalGradient(torch.optim.Optimizer):
         whole = Model.of(model, output=output, examples=examples, heads=metric.heads, mixed=of_gradients)
         wrapping = unwrapped(model)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
+        names = {id(p): name for name, p in whole.params.items()}
         given, by_adamw, backups = without_metric(
             whole,
-            complete(whole, groups),
+            complete(whole.params.values(), groups, names, pairs=False),
             fallback == "adamw",
             of_gradients=of_gradients,
             polar=isinstance(step, Polar),
@@ -276,7 +277,6 @@ class NaturalGradient(torch.optim.Optimizer):
         # Gradients that are too many to copy lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[PlainStep, Tensor | None]] = GraphCache(capacity=4)
         self._params = whole.params
-        names = {id(p): name for name, p in whole.params.items()}
         self._of_groups: Members = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
         self._divided: tuple[frozenset[str] | None, Members, Members] = (None, (), ())  # see ``_division``
         self._strict = strict

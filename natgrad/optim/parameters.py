@@ -98,7 +98,8 @@ def without_metric(
     those of experts. With polar factors it also has matrices with one row or one column, if there are others: they are
     vectors, the polar factor of a vector is its direction, and a step of one length never comes to rest.
     """
-    embeddings, kernels = _embeddings(model), _kernels(model)
+    modules = [] if model.module is None else list(model.module.modules())
+    embeddings, kernels = embeddings_in(modules), kernels_in(modules)
     names = {id(p): name for name, p in model.params.items()}
     chosen, backups, vectors = set[str](), set[str](), set[str]()
     plain: list[dict[str, Any]] = []
@@ -144,12 +145,11 @@ def _is_vector(p: Tensor) -> bool:
     return min(len(p), p.numel() // len(p)) == 1
 
 
-def _embeddings(model: Model) -> set[int]:
-    modules = () if model.module is None else model.module.modules()
+def embeddings_in(modules: Iterable[nn.Module]) -> set[int]:
+    """The weights of embeddings."""
     return {id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
 
 
-def _kernels(model: Model) -> set[int]:
+def kernels_in(modules: Iterable[nn.Module]) -> set[int]:
     """The parameters of convolutions whose kernels have three axes, also those that a kernel is made from."""
-    modules = () if model.module is None else model.module.modules()
     return {id(p) for m in modules if isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for p in m.parameters()}

@@ -249,28 +249,21 @@ def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]], momentum_on: 
 def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     structure, fresh = tracker.structure, tracker.average is None
     lines = []
-    then = structure.uncovered()
     ruled = tracker.metric.source == "outputs"  # gradients need no rules
     unseen = tracker.parameters.unseen
     if ruled and unseen:
         lines.append(f"the outputs do not depend on {', '.join(n for n in tracker.model.params if n in unseen)}")
     uncovered = [name for name in result.uncovered if name not in unseen]
     optional = [name for name in uncovered if fresh and name in tracker.parameters.ruleless_fallback]
-    if optional:
-        end = "strict=True refuses them" if isinstance(structure, Layered) and structure.strict else "AdamW steps them"
-        names = ", ".join(optional)
-        lines.append(f"the rule of {names} is {_PENDING}, from the operations that use them; if there is none, {end}")
-    uncovered = [name for name in uncovered if name not in optional]
-    if ruled and uncovered and then is not None:
-        names = ", ".join(uncovered)
-        if structure.by_layer:
-            then = f"{then}: {_way_out(tracker, uncovered)}"
-        if fresh:
-            lines.append(
-                f"the rule of {names} is {_PENDING}, from the operations that use them; if there is none, {then}"
-            )
-        else:
-            lines.append(f"no layer rule covers {names}: {then}")
+    others = [name for name in uncovered if name not in optional]
+    strict = isinstance(structure, Layered) and structure.strict
+    then = structure.uncovered() if ruled and others else None
+    if then is not None and structure.by_layer:
+        then = f"{then}: {_way_out(tracker, others)}"
+    for names, end in ((optional, "strict=True refuses them" if strict else "AdamW steps them"), (others, then)):
+        if names and end is not None:
+            start = f"the rule of {{}} is {_PENDING}, from the operations that use them; if there is none, "
+            lines.append((start if fresh else "no layer rule covers {}: ").format(", ".join(names)) + end)
     if result.diagonals:
         factors = sum(len(row.factors) for row in result.rows if row.rule)
         listing = "all factors" if len(result.diagonals) == factors else ", ".join(result.diagonals)

@@ -17,7 +17,6 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.fused import Flag
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative, is_number
-from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.sharding import is_sharded, local
 from natgrad.step.base import PlainRule, Rates, Step, StepRule, pairings, rescale_, squared_length
@@ -112,32 +111,47 @@ _COMMON = frozenset(
 _MEANT = {"learning_rate": "lr", "wd": "weight_decay"}
 
 
-def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups that cover every trainable parameter once. Parameters in no given group form the first one."""
-    names = {id(p): name for name, p in model.params.items()}
+def complete(
+    params: Iterable[Any] | None, groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], *, pairs: bool
+) -> list[dict[str, Any]]:
+    """Parameter groups that hold all ``params`` once; those in no given group form the first one.
+
+    None: the groups hold all there are. ``names``: by id. ``pairs``: parameters may come with their names.
+    """
     given = []
     for group in groups:
-        params = group.get("params") if isinstance(group, Mapping) else None
-        params = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else None
-        if params is None or not all(isinstance(p, Tensor) for p in params):
+        entries = group.get("params") if isinstance(group, Mapping) else None
+        entries = [entries] if isinstance(entries, Tensor) else list(entries) if isinstance(entries, Iterable) else None
+        if entries is None or not all(isinstance(tensor_of(entry) if pairs else entry, Tensor) for entry in entries):
             raise TypeError(
                 f'groups= is a list of dicts {{"params": layer.parameters(), "lr": 0.1}}, and one of them is {group!r}'
             )
         check_keys(group)
-        given.append({**group, "params": params})
-    for group in given:
-        strange = [p for p in group["params"] if id(p) not in names]
-        if strange:
-            raise ValueError(
-                f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model: take "
-                "them from this model, and leave frozen ones out"
-            )
-    counts = Counter(id(p) for group in given for p in group["params"])
-    if several := [names[at] for at, count in counts.items() if count > 1]:
+        given.append({**group, "params": entries})
+    counts = Counter(id(p) for group in given for p in tensors_of(group))
+    if several := [names.get(at, "a parameter") for at, count in counts.items() if count > 1]:
         raise ValueError(f"{', '.join(several)}: in several parameter groups, or twice in one. Leave it in one of them")
-    taken = {id(p) for group in given for p in group["params"]}
-    rest = [p for p in model.params.values() if id(p) not in taken]
+    if params is None:
+        return given
+    entries = list(params)
+    if strange := counts.keys() - {id(tensor_of(entry)) for entry in entries}:
+        raise ValueError(
+            f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model: take "
+            "them from this model, and leave frozen ones out"
+        )
+    rest = [entry for entry in entries if id(tensor_of(entry)) not in counts]
     return ([{"params": rest}] if rest else []) + given
+
+
+def tensors_of(group: Mapping[str, Any]) -> list[Tensor]:
+    """The parameters of a group, without their names."""
+    params = group["params"]
+    return [params] if isinstance(params, Tensor) else [tensor_of(entry) for entry in params]
+
+
+def tensor_of(entry: Any) -> Any:
+    """The parameter of a pair with its name."""
+    return entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
 
 
 def check_keys(group: Mapping[str, Any]) -> None:
