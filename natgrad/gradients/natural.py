@@ -78,7 +78,7 @@ class Natural(GradientOptimizer):
     """
 
     letters: tuple[str, ...] = ("S", "A")
-    largest: int = 1
+    largest: int = 0
 
     def __new__(cls, *args: Any, **arguments: Any) -> Any:
         """A metric on the outputs needs the model's passes."""

@@ -390,6 +390,20 @@ def test_a_state_is_loaded_bit_for_bit_and_one_of_another_optimizer_is_refused(n
 
 
 @EVERY
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (1, 1)], ids=str)
+def test_a_matrix_with_one_row_or_column_has_a_state_that_can_be_loaded(name: str, shape: tuple[int, int]) -> None:
+    model = nn.Linear(*shape).double()
+    opt = FAMILY[name](model)
+    batch = lambda: (torch.randn(9, shape[0], dtype=D), torch.zeros(9, dtype=torch.long))  # noqa: E731
+    *_, _last = _run(model, opt, batch, 3)
+    other = copy.deepcopy(model)
+    again = FAMILY[name](other)
+    again.load_state_dict(opt.state_dict())
+    for θ, here in zip(_run(model, opt, batch, 3), _run(other, again, batch, 3), strict=True):
+        assert torch.equal(θ, here)
+
+
+@EVERY
 def test_a_second_moment_below_zero_is_refused(name: str) -> None:
     """Its root would be NaN, or a step would ascend: a damaged file."""
     model = seeded(lambda: _mlp(5, 4, 3).double())
