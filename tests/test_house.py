@@ -202,7 +202,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3158,
     "output": 1245,
-    "pullbacks": 4362,
+    "pullbacks": 4346,
     "rules": 1182,
     "solve": 239,
     "step": 832,

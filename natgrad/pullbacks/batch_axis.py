@@ -52,7 +52,8 @@ class BatchAxes:
     ``tables``: embeddings without examples, and where these are, by their positions before they are moved there.
     ``missing``: uses without a batch axis. ``idle``: uses on whose output y does not depend. ``axes``: uses whose batch
     axis must be moved to the front. All others have it where their rule expects it. ``certain``: whether the result
-    holds for every pass with the same graph; without cotangents it does not.
+    holds for every pass with the same graph; without cotangents it does not. ``operations``: what probes have shown of
+    operations in graphs of this form.
     """
 
     tables: Mapping[int, Sequence[Place]] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class BatchAxes:
     idle: frozenset[int] = frozenset()
     axes: Mapping[int, BatchAxis] = field(default_factory=dict)
     certain: bool = True
+    operations: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def without_rule(self) -> frozenset[int]:
@@ -397,16 +399,7 @@ def _orders_by_data(graph: Survey) -> bool:
     return any(child is not None and leaf_below(child) is None for node in ordered for child, _ in node.next_functions)
 
 
-@final
-@dataclass(frozen=True)
-class Shown:
-    """What probes have shown of graphs of one form: the batch axes of layers, and of ``operations`` by their shapes."""
-
-    axes: BatchAxes
-    operations: dict[Hashable, Any] = field(default_factory=dict)
-
-
-_SHOWN: WeakKeyDictionary[nn.Module, LRU[Hashable, Shown]] = WeakKeyDictionary()
+_SHOWN: WeakKeyDictionary[nn.Module, LRU[Hashable, BatchAxes]] = WeakKeyDictionary()
 
 
 @final
@@ -422,7 +415,7 @@ class LayerStatus:
     blocks: list[Block]
     unused: Mapping[str, Block]
     unreached: frozenset[str]
-    shown: Shown
+    axes: BatchAxes
     memo: dict[Hashable, Any] = field(default_factory=dict)  # a cache for others, shared by passes with the same graph
 
 
@@ -439,7 +432,7 @@ class StatusCache:
     def __init__(self) -> None:
         self._statuses: LRU[Hashable, LayerStatus] = LRU(capacity=_FORMS)
         self._last: tuple[Any, LayerStatus] | None = None  # what the last graph was like, sizes and all, and its status
-        self._shown: LRU[Hashable, Shown] = LRU(capacity=_FORMS)  # of a function, which has no module
+        self._shown: LRU[Hashable, BatchAxes] = LRU(capacity=_FORMS)  # of a function, which has no module
 
     def of(self, model: Model, blocks: list[Block], tape: Tape) -> tuple[LayerStatus, Tape]:
         """The status, and the tape with the batch in front."""
@@ -455,48 +448,48 @@ class StatusCache:
             status = self._statuses.get(key)
             if status is not None and status.given == blocks:
                 placed = _placed(tape, status, graph)
-                if status.shown.axes.fit(placed):
+                if status.axes.fit(placed):
                     self._last = (form, shapes), status
                     return status, placed
         check_reentrant_checkpoint(model, graph.names, graph.counts)
-        shown, kept = self._look(model, tape, graph, keys)
-        status = _status(model, blocks, tape, graph, shown)
+        axes, kept = self._look(model, tape, graph, keys)
+        status = _status(model, blocks, tape, graph, axes)
         if kept is not None:
             self._statuses[kept] = status
         return status, _placed(tape, status, graph)
 
     def _look(
         self, model: Model, tape: Tape, graph: Survey, keys: tuple[Hashable, Hashable]
-    ) -> tuple[Shown, Hashable | None]:
+    ) -> tuple[BatchAxes, Hashable | None]:
         """What probes show, now or earlier, and the key of all graphs for which that holds; None if it holds once."""
         known = self._shown if model.module is None else _SHOWN.setdefault(model.module, LRU(capacity=_FORMS))
         for key in keys:
-            shown = known.get(key)
-            if shown is not None and shown.axes.fit(tape.with_tables(shown.axes.tables, graph.nodes)):
-                return shown, key
-        shown = Shown(find_batch_axes(tape, graph))
-        if not shown.axes.certain or _orders_by_data(graph):
-            return shown, None
-        key = keys[not shown.axes.any_size or keys[0] in known]
-        known[key] = shown
-        return shown, key
+            axes = known.get(key)
+            if axes is not None and axes.fit(tape.with_tables(axes.tables, graph.nodes)):
+                return axes, key
+        axes = find_batch_axes(tape, graph)
+        if not axes.certain or _orders_by_data(graph):
+            return axes, None
+        key = keys[not axes.any_size or keys[0] in known]
+        known[key] = axes
+        return axes, key
 
 
 def _placed(tape: Tape, status: LayerStatus, graph: Survey) -> Tape:
     """The tape with the tables and the batch axes of a status, and what it remembers."""
-    axes = status.shown.axes
+    axes = status.axes
     tape = tape.with_tables(axes.tables, graph.nodes).with_batch_first(axes.axes)
-    return replace(tape, memo=status.memo, shown=status.shown.operations)
+    return replace(tape, memo=status.memo, shown=axes.operations)
 
 
-def _status(model: Model, given: list[Block], tape: Tape, graph: Survey, shown: Shown) -> LayerStatus:
-    wrong, tape = shown.axes.without_rule, tape.with_tables(shown.axes.tables, graph.nodes)
+def _status(model: Model, given: list[Block], tape: Tape, graph: Survey, axes: BatchAxes) -> LayerStatus:
+    wrong, tape = axes.without_rule, tape.with_tables(axes.tables, graph.nodes)
     blocks = [b if b.rule is None or tape.complete(b, graph.counts, wrong) else b.without_rule() for b in given]
     unreached = graph.unreached(tape.leaves or model.params)
     # Nothing that the pass returned depends on them, whether or not the layer was called.
     unused = {b.names[0]: b for b in given if unreached.issuperset(b.names)}
     blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]
-    return LayerStatus(list(given), blocks, unused, unreached, shown)
+    return LayerStatus(list(given), blocks, unused, unreached, axes)
 
 
 def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[int, ...]]]:

@@ -73,45 +73,6 @@ def _constant(t: Tensor) -> Tensor:
     return t.to_dense()
 
 
-# Forward hooks.
-
-
-Hook: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
-
-
-@final
-class Hooks:
-    """Forward hooks with keyword arguments, added before every estimate and removed after it.
-
-    Like ``register_forward_hook(hook, with_kwargs=True)``, which creates a handle with three weak references for each
-    module. Here all modules share the id of one handle, which torch gives to no other hook.
-
-    >>> calls, layer = [], nn.Identity()
-    >>> hooks = Hooks()
-    >>> hooks.put(layer, lambda module, args, kwargs, output: calls.append(args))
-    >>> _ = layer(1)
-    >>> hooks.remove()
-    >>> _ = layer(2)
-    >>> calls
-    [(1,)]
-    """
-
-    def __init__(self) -> None:
-        self._number = RemovableHandle(OrderedDict()).id
-        self._modules: list[nn.Module] = []
-
-    def put(self, module: nn.Module, hook: Hook) -> None:
-        """Add a hook before the existing hooks of the module, which may replace its output."""
-        put_forward_hook(module, self._number, hook)
-        self._modules.append(module)
-
-    def remove(self) -> None:
-        """Remove the hook from all modules."""
-        for module in self._modules:
-            remove_forward_hook(module, self._number)
-        self._modules.clear()
-
-
 # One call of a layer in a forward pass.
 
 
@@ -175,7 +136,9 @@ class Recorder:
         self._rules = {layer: kind.rule for kind in kinds for layer in kind.modules if kind.rule}
         hiding = replaying(map(type, self._rules.values()))
         self._replayed = {layer for layer, rule in self._rules.items() if type(rule) in hiding}
-        self._hooks = Hooks()
+        # Like ``register_forward_hook(hook, with_kwargs=True)``, which makes a handle with three weak references for
+        # each module. Here all share the id of one handle, which torch gives to no other hook.
+        self._number = RemovableHandle(OrderedDict()).id
         self._once: dict[nn.Module, Mapping[int, int]] = {}  # ``entries`` of layers whose parameters enter it once
         self._operations: OperationRecorder | None = None
         self._norms: NormMode | None = None
@@ -191,7 +154,7 @@ class Recorder:
         norms = set(named.values())
         for layer in self._rules:
             if layer not in norms:
-                self._hooks.put(layer, watch)
+                put_forward_hook(layer, self._number, watch)
         self._operations = None
         if operations:
             self._operations = OperationRecorder(tensors_of(x))
@@ -210,7 +173,8 @@ class Recorder:
         if self._operations is not None and not self._stopped:
             self._operations.leave()
         self._stopped = True
-        self._hooks.remove()
+        for layer in self._rules:
+            remove_forward_hook(layer, self._number)
 
     def forget(self) -> None:
         """Drop what was recorded, which keeps the graph alive."""
