@@ -356,25 +356,26 @@ class LayerFactors:
         """The masks of the layers in ``needs_mask``; empty until cotangents arrive."""
         return ReachedPositions(tape, {b: self.blocks[b] for b in sorted(self.needs_mask)})
 
-    def put_inputs(self, b: int, tape: Tape, sink: FactorSink, count: Scalar | None = None) -> None:
-        """A, unless it is late. ``count``: if it is a tensor, the number of positions that are not padding."""
-        if b in self.needs_cotangents:
-            return
+    def put_inputs(
+        self, b: int, tape: Tape, sink: FactorSink, there: Tensor | None = None, count: Scalar | None = None
+    ) -> None:
+        """A of the positions that count.
+
+        ``there`` [n r]: a mask of them, None for all. ``count``: if it is a tensor, the number of positions that are
+        not padding.
+        """
         kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
-        real = tape.inputs(kind).padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
-        sink.put(b, "A", self._input_moment(tape.inputs(kind), kind, None) if real is None else real)
+        a = tape.inputs(kind)
+        real = a.padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
+        sink.put(b, "A", self._input_moment(a, kind, there) if real is None else real)
         if self.inputs_only:
             sink.put(b, "S", Moment(torch.ones(kind.shape[:2], dtype=self.dtype, device=kind.device), 1))
-
-    def put_inputs_after(self, b: int, tape: Tape, sink: FactorSink, there: Tensor | None) -> None:
-        """A of the positions that count, [n r]; None for all."""
-        sink.put(b, "A", self._input_moment(tape.inputs(self.blocks[b]), self.blocks[b], there))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink, there: Tensor | None = None) -> None:
         """S, and A of layers in ``coupled_sides``; the mask of positions that count goes to ``there`` [n r]."""
         block = self.blocks[b]
         if b not in self.coupled_sides:
-            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block), there)))
+            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block), there), self.n))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
@@ -386,14 +387,13 @@ class LayerFactors:
         sink.put(b, "A", moment)
         sink.put(b, "S", Moment(s, n))
 
-    def _over_examples(self, moment: Moment) -> Moment:
-        """Of products of cotangents."""
-        return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
+    def _over_examples(self, moment: Moment, n: Scalar) -> Moment:
+        """Of products of cotangents, those of n examples."""
+        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
 
     def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
         """S where only n examples are real."""
-        moment = self._outputs(self.blocks[b], g.of(tape, self.blocks[b]))
-        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
+        return self._over_examples(self._outputs(self.blocks[b], g.of(tape, self.blocks[b])), n)
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -425,7 +425,8 @@ class EagerKernels:
     def inputs(self, numbers: Sequence[int]) -> None:
         """A of these layers, unless it is late."""
         for b in numbers:
-            self.layers.put_inputs(b, self.tape, self.sink)
+            if b not in self.layers.needs_cotangents:
+                self.layers.put_inputs(b, self.tape, self.sink)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
         """S of these layers, and A of the layers in ``needs_mask`` whose masks are now complete."""
@@ -443,7 +444,7 @@ class EagerKernels:
 
     def _put_inputs_after(self, there: Mapping[int, tuple[Tensor, ...]]) -> None:
         for b, masks in there.items():
-            self.layers.put_inputs_after(b, self.tape, self.sink, any_of(masks))
+            self.layers.put_inputs(b, self.tape, self.sink, any_of(masks))
 
 
 def forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Sequence[int]) -> Iterator[int]:

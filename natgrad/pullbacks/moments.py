@@ -237,27 +237,7 @@ class CapturedKernels:
 
     def inputs(self, numbers: Sequence[int]) -> None:
         """A of these layers, unless it is late."""
-        early = [b for b in numbers if b not in self.layers.needs_cotangents]
-        captured = [b for b in early if b in self._capturable]
-        at_uses, key = self._uses_and_key("A", captured)
-        if self._changes_address(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
-            rest = self._put_padded_inputs(captured, key)
-            if rest != captured:
-                captured, (at_uses, key) = rest, self._uses_and_key("A", rest)
-        called = self._called(at_uses)
-
-        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            tape = self.tape if tensors is called else self._tape_reading(at_uses, iter(tensors))
-            sink = self.sink.with_weight(scalars[0])
-            for b in captured:
-                self.layers.put_inputs(b, tape, sink)
-            sink.flush()
-
-        if captured:
-            self.graphs.run(compute, called, [self.sink.weight], key, size=self.layers.n)
-        for b in early:
-            if b not in self._capturable:
-                self.layers.put_inputs(b, self.tape, self.sink)
+        self._put_inputs({b: () for b in numbers if b not in self.layers.needs_cotangents}, late=False)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
         """S of these layers, and A of the layers in ``needs_mask`` whose masks are now complete."""
@@ -291,7 +271,7 @@ class CapturedKernels:
         for b in forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
         if after:
-            self._inputs_after(self.reached_positions.take(whole=True))
+            self._put_inputs(self.reached_positions.take(whole=True), late=True)
 
     def _masks(self, numbers: Sequence[int], g: Cotangents) -> dict[int, Tensor]:
         """Buffers [n r] for the position masks of these layers; none where all positions count.
@@ -319,16 +299,19 @@ class CapturedKernels:
 
     def inputs_after(self) -> None:
         """A of the layers in ``needs_mask`` that are left when the backward pass has ended."""
-        self._inputs_after(self.reached_positions.take(whole=False))
+        self._put_inputs(self.reached_positions.take(whole=False), late=True)
 
-    def _inputs_after(self, there: Mapping[int, tuple[Tensor, ...]]) -> None:
-        """A of layers of which not all positions need count."""
+    def _put_inputs(self, there: Mapping[int, tuple[Tensor, ...]], *, late: bool) -> None:
+        """A of layers with masks: a position counts if one of them is true. Without a mask all count.
+
+        ``late``: the layers are those in ``needs_mask``.
+        """
         if not there:
             return
         captured = [b for b in there if b in self._capturable]
         at_uses, key = self._uses_and_key("A", captured)
         if self._changes_address(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
-            rest = self._put_padded_inputs(captured, key, {b: any_of(there[b]) for b in captured})
+            rest = self._put_padded_inputs(captured, key, {b: any_of(there[b]) for b in captured} if late else None)
             if rest != captured:
                 captured, (at_uses, key) = rest, self._uses_and_key("A", rest)
         called, numbers_of = self._called(at_uses), dict[tuple[int, ...], list[int]]()
@@ -336,19 +319,20 @@ class CapturedKernels:
             numbers_of.setdefault(tuple([mask.data_ptr() for mask in there[b]]), []).append(b)
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            tape, sink = self._tape_reading(at_uses, iter(tensors)), self.sink.with_weight(scalars[0])
+            tape = self.tape if tensors is called else self._tape_reading(at_uses, iter(tensors))
+            sink = self.sink.with_weight(scalars[0])
             for numbers in numbers_of.values():
                 mask = any_of(there[numbers[0]])
                 for b in numbers:
-                    self.layers.put_inputs_after(b, tape, sink, mask)
+                    self.layers.put_inputs(b, tape, sink, mask)
             sink.flush()
 
         if captured:  # masks are where they always are
-            addresses = tuple([(masks, tuple(numbers)) for masks, numbers in numbers_of.items()])
+            addresses = tuple([(masks, tuple(numbers)) for masks, numbers in numbers_of.items()]) if late else ()
             self.graphs.run(compute, called, [self.sink.weight], key, size=(self.layers.n, addresses))
         for b, masks in there.items():
             if b not in self._capturable:
-                self.layers.put_inputs_after(b, self.tape, self.sink, any_of(masks))
+                self.layers.put_inputs(b, self.tape, self.sink, any_of(masks))
 
     def _changes_address(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
         """Whether the inputs of these layers keep changing address; the first and the last tensor tell."""
@@ -384,10 +368,10 @@ class CapturedKernels:
             )
             for b, at in zip(padded.numbers, scalar_of, strict=True):
                 if there is None:
-                    self.layers.put_inputs(b, tape, sink, scalars[at])
+                    self.layers.put_inputs(b, tape, sink, count=scalars[at])
                 else:
                     of_uses = [given[use] for use in self.tape.use_ids(self.layers.blocks[b])]
-                    self.layers.put_inputs_after(b, tape, sink, torch.cat(of_uses, 1))
+                    self.layers.put_inputs(b, tape, sink, torch.cat(of_uses, 1))
             sink.flush()
 
         if called:

@@ -12,7 +12,7 @@ same pass and no parameter is left without a rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, TypeAlias, cast, final
@@ -223,10 +223,6 @@ class Slice(Features):
         total = _into(_into(total, self.coordinates, d, -1), self.coordinates, d, -2)
         return Moment(_into(total, self.groups, c, 0), self.count())
 
-    def squares(self) -> Moment:
-        total = _into(DenseFeatures(self.x).squares().total, self.coordinates, self.size[1], -1)
-        return Moment(_into(total, self.groups, self.size[0], 0), self.count())
-
     def mask(self, counted: Tensor) -> Features:
         masked = cast(DenseFeatures, DenseFeatures(self.x, self.valid).mask(counted))
         return replace(self, x=masked.x, valid=masked.valid)
@@ -261,12 +257,6 @@ class OperationRule(Rule):
 
     def covers(self, module: nn.Module) -> bool:
         return isinstance(module, ParameterGroup)
-
-    def parameters(self, module: nn.Module) -> dict[str, Tensor]:
-        return {}
-
-    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
-        return (tuple(_shapes(module)),)
 
     @property
     def use(self) -> tuple[Operation, RowExamples]:
@@ -554,16 +544,7 @@ class OperationLayers:
         self, model: Model, blocks: Sequence[Block], tape: Tape, bare: Sequence[Block]
     ) -> tuple[list[Block], Tape, dict[str, str]]:
         """The blocks and the tape with layers for the ``bare`` blocks, and why some parameters have none."""
-        wanted = {name for block in bare for name in block.names}
-        by_name = {name: place for block in blocks for name, place in block.named_slices.items()}
-        layers, uses, reasons = self.of(model, by_name, tape, wanted)
-        return with_layers(blocks, layers), replace(tape, uses=(*tape.uses, *uses)), reasons
-
-    def of(
-        self, model: Model, by_name: Mapping[str, ParameterSlice], tape: Tape, wanted: Collection[str]
-    ) -> tuple[list[Block], list[Use], dict[str, str]]:
-        """Layers of the ``wanted`` parameters, the uses of them in this pass, and why others have none."""
-        leaves = {name: tape.leaves[name] for name in wanted}
+        leaves = {name: tape.leaves[name] for block in bare for name in block.names}
         names = {id(p): name for name, p in leaves.items()}
         operations = [
             op for op in tape.operations or () if any(not names.keys().isdisjoint(u.leaves) for u in op.operands)
@@ -574,15 +555,15 @@ class OperationLayers:
         key = "resolution", tuple(op.place(leaves, names) for op in operations), tuple(result.biases.items()), mixed
         known: _Resolution | None = tape.memo.get(key)
         if known is None or not known.layers_of(self._blocks):
-            known = tape.memo[key] = self._resolve(model, by_name, tape, leaves, examples)
+            known = tape.memo[key] = self._resolve(model, blocks, tape, leaves, examples)
         merged = list(examples.items())
         uses = [use.at(*merged[use.operation], leaves) for use in known.uses]
-        return list(known.blocks), uses, dict(known.reasons)
+        return with_layers(blocks, known.blocks), replace(tape, uses=(*tape.uses, *uses)), dict(known.reasons)
 
     def _resolve(
         self,
         model: Model,
-        by_name: Mapping[str, ParameterSlice],
+        blocks: Sequence[Block],
         tape: Tape,
         leaves: Mapping[str, Tensor],
         examples: RowsOf,
@@ -597,7 +578,7 @@ class OperationLayers:
             if any(examples[use.operation] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in uses and name not in reasons]
-        self._decide(model, by_name, rest, uses, leaves)
+        self._decide([name for name in rest if name not in self._blocks], uses, leaves, blocks)
         for name in rest:
             if not isinstance(self._blocks[name].rule, EntriesRule):
                 continue
@@ -607,27 +588,26 @@ class OperationLayers:
                 use.operand.locate(leaves[name]) is None for use in uses[name]
             ):
                 self.diagonals[name] = _NO_DATA
-        blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
+        layers = list(dict.fromkeys(self._blocks[name] for name in rest))
         numbers = {operation: number for number, operation in enumerate(examples)}
         planned: list[_PlannedUse] = []
-        for block in blocks:
+        for block in layers:
             of_block = _planned(block, uses, numbers, leaves)
             if of_block is None or any(name not in rest for name in block.names):
                 reasons |= dict.fromkeys(block.names, _OTHERWISE)
             else:
                 planned += of_block
-        blocks = [block for block in blocks if not any(name in reasons for name in block.names)]
-        return _Resolution(blocks, planned, reasons)
+        layers = [block for block in layers if not any(name in reasons for name in block.names)]
+        return _Resolution(layers, planned, reasons)
 
     def _decide(
         self,
-        model: Model,
-        by_name: Mapping[str, ParameterSlice],
-        names: Sequence[str],
+        new: Sequence[str],
         uses: Mapping[str, Sequence[_Used]],
         leaves: Mapping[str, Tensor],
+        blocks: Sequence[Block],
     ) -> None:
-        new = [name for name in names if name not in self._blocks]
+        """How the parameters that are ``new`` are packed."""
         packings: dict[str, tuple[Packing, list[bool]]] = {}
         for name in new:
             entry = [use.indices for use in uses[name] if use.indices is not None]
@@ -636,9 +616,9 @@ class OperationLayers:
                 if result is not None:
                     packings[name] = result
         biases = _biases(new, packings, uses, leaves)
-        device = model.example.device
+        by_name = {name: place for block in blocks for name, place in block.named_slices.items()}
         for name in new:
-            if name in biases.values() or name in self._blocks:
+            if name in biases.values():
                 continue
             members = [name, biases[name]] if name in biases else [name]
             packing, turned = packings.get(name, (None, []))
@@ -646,7 +626,7 @@ class OperationLayers:
             kinds = dict.fromkeys(
                 (flip, use.operation.index is not None, bool(use.operation.axes)) for flip, use in pairs
             )
-            block = _block(members, packing, kinds, by_name, device)
+            block = _block(members, packing, kinds, by_name, blocks[0].device)
             self._blocks |= dict.fromkeys(members, block)
 
 

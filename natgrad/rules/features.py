@@ -284,6 +284,27 @@ class DenseFeatures(Features):
         return DenseFeatures(combine(self.x, -4), self.valid)
 
 
+@dataclass(frozen=True, repr=False)
+class _Positions(Features):
+    """What rows and entries have in common: x [*k n r d], and perhaps a homogeneous coordinate of each."""
+
+    x: Tensor
+    ones: Ones = False
+
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones is not False
+
+    def reached(self) -> Tensor | None:
+        return nonzero_rows(self.x)
+
+    def mask(self, counted: Tensor) -> Features:
+        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().mask(counted)
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return replace(self, x=combine(self.x, -3), ones=_combined(self.ones, self.x, -3, combine))
+
+
 @final
 @dataclass(frozen=True, repr=False)
 class Counted(Features):
@@ -295,7 +316,7 @@ class Counted(Features):
              [1., 1.]]])
     """
 
-    base: Rows | Entries
+    base: _Positions
     counted: Tensor
 
     @property
@@ -328,7 +349,7 @@ class Counted(Features):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Rows(Features):
+class Rows(_Positions):
     """Features of a linear layer: rows of one group.
 
     Args:
@@ -342,22 +363,12 @@ class Rows(Features):
                  [ 4.,  6.,  2.]]])
     """
 
-    x: Tensor
-    ones: Ones = False
-
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], 1, self.x.shape[-1] + (self.ones is not False))
 
     def dense(self) -> Tensor:
         return _with_ones(self.x.unsqueeze(-2), self.ones)
-
-    @property
-    def homogeneous(self) -> bool:
-        return self.ones is not False
-
-    def reached(self) -> Tensor | None:
-        return nonzero_rows(self.x)
 
     def moment(self) -> Moment:
         return Moment(None, self.count(), self)
@@ -371,12 +382,6 @@ class Rows(Features):
         d = self.x.shape[-1]
         out = self.x.to(w.dtype) @ w[:d]
         return out if self.ones is False else out + _column(self.ones, out, -3) * w[d]
-
-    def mask(self, counted: Tensor) -> Features:
-        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().mask(counted)
-
-    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return Rows(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))
 
 
 @final
@@ -465,7 +470,7 @@ class Patches(Features):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Entries(Features):
+class Entries(_Positions):
     """Features of gains and offsets: every entry is a group of its own.
 
     Args:
@@ -481,25 +486,12 @@ class Entries(Features):
                  [ 4.,  1.]]])
     """
 
-    x: Tensor
-    ones: Ones = False
-
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.x.shape, 1 + (self.ones is not False))
 
     def dense(self) -> Tensor:
         return _with_ones(self.x.unsqueeze(-1), self.ones)
-
-    @property
-    def homogeneous(self) -> bool:
-        return self.ones is not False
-
-    def reached(self) -> Tensor | None:
-        return nonzero_rows(self.x)
-
-    def mask(self, counted: Tensor) -> Features:
-        return Counted(self, counted) if isinstance(self.ones, bool) and self.x.ndim == 3 else super().mask(counted)
 
     def moment(self) -> Moment:
         x = single(self.x)
@@ -521,9 +513,6 @@ class Entries(Features):
             if self.ones is not False:
                 sums = column.sum(1)
                 yield (sums if self.ones is True else sums * _column(self.ones, sums, -2))[:, :, None, None]
-
-    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return Entries(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast, final
+from typing import TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class EmbeddingRule(LookupRule):
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> OneHot:
         layer, index = cast(nn.Embedding, module), call.x.long().reshape(call.x.shape[0], -1)
-        values = _counted(layer, index, _number_type(layer))
+        values = _counted(layer, index)
         return OneHot(index, layer.num_embeddings, values, masked=layer.padding_idx is not None)
 
 
@@ -123,10 +123,11 @@ class EmbeddingBagRule(LookupRule):
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Rows:
         layer = cast(nn.EmbeddingBag, module)
-        index, offsets, weights = _bags(*call.args, **call.kwargs)
+        index, offsets = call.argument(0, "input"), call.argument(1, "offsets")
+        weights = call.argument(2, "per_sample_weights")
         bag, bags = _membership(layer, index, offsets)
         words = index.long().reshape(-1)
-        ones = _counted(layer, words, _number_type(layer))
+        ones = _counted(layer, words)
         counts = ones if weights is None else ones * weights.detach().reshape(-1).to(ones.dtype)
         a = ones.new_zeros(bags, layer.num_embeddings).index_put_((bag, words), counts, accumulate=True)
         if layer.mode == "mean":
@@ -138,23 +139,12 @@ def _constant(layer: nn.Embedding | nn.EmbeddingBag) -> bool:
     return layer.max_norm is None and not layer.scale_grad_by_freq
 
 
-def _number_type(layer: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
-    """Counts go in single precision at least, as half stops at 2¹¹."""
-    return torch.promote_types(layer.weight.dtype, torch.float32)
-
-
-def _counted(layer: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """One at every index, zero at the padding."""
+def _counted(layer: nn.Embedding | nn.EmbeddingBag, index: Tensor) -> Tensor:
+    """One at every index, zero at the padding; in single precision at least, as half counts to 2¹¹ only."""
+    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
     if layer.padding_idx is None:
         return torch.ones_like(index, dtype=dtype)
     return (index != layer.padding_idx).to(dtype)
-
-
-def _bags(
-    input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None, **_: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The arguments of ``nn.EmbeddingBag``, by position or by name."""
-    return input, offsets, per_sample_weights
 
 
 def _membership(layer: nn.EmbeddingBag, index: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:

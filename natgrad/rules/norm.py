@@ -43,10 +43,6 @@ class NormRule(Rule):
     def normalised(self, module: nn.Module, call: Call, ones: bool) -> Entries:
         """x̂ [n r c], with the homogeneous coordinate or without."""
 
-    @abstractmethod
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
-        """g [k n r c 1]."""
-
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         features = self.normalised(module, call, "bias" in keys)
         if "weight" in keys:
@@ -138,20 +134,16 @@ class ChannelNormRule(NormRule):
     pixels = True
 
     def normalised(self, module: nn.Module, call: Call, ones: bool) -> Entries:
-        x = self.normalise(module, call, self._batched(module, single(call.x)))
+        x = self.normalise(module, call, self._batched(module, single(call.x), 0))
         return Entries(x.flatten(2).transpose(1, 2) if x.ndim > 2 else x.unsqueeze(1), ones)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
-        g = self._batched_cotangents(module, g)
+        g = self._batched(module, g, 1)
         return Entries(g.reshape(*g.shape[:3], -1).transpose(2, 3))
 
-    def _batched(self, module: nn.Module, x: Tensor) -> Tensor:
-        """x [n c *spatial]."""
+    def _batched(self, module: nn.Module, x: Tensor, examples: int) -> Tensor:
+        """x [*k n c *spatial]; ``examples`` is the index of the axis n, which one example may not have."""
         return x
-
-    def _batched_cotangents(self, module: nn.Module, g: Tensor) -> Tensor:
-        """g [k n c *spatial]."""
-        return g
 
 
 @final
@@ -208,11 +200,8 @@ class InstanceNormRule(ChannelNormRule):
         assert layer.running_var is not None
         return F.batch_norm(x, layer.running_mean.to(x.dtype), layer.running_var.to(x.dtype), eps=layer.eps)
 
-    def _batched(self, module: nn.Module, x: Tensor) -> Tensor:
-        return x.unsqueeze(0) if x.ndim == _spatial(module) + 1 else x
-
-    def _batched_cotangents(self, module: nn.Module, g: Tensor) -> Tensor:
-        return g.unsqueeze(1) if g.ndim == _spatial(module) + 2 else g
+    def _batched(self, module: nn.Module, x: Tensor, examples: int) -> Tensor:
+        return x.unsqueeze(examples) if x.ndim == _spatial(module) + 1 + examples else x
 
 
 @final
