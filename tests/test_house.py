@@ -206,7 +206,7 @@ LINES: dict[str, int] = {
     "rules": 1163,
     "solve": 239,
     "step": 832,
-    "structures": 3173,
+    "structures": 3165,
     "vi": 1291,
     "watch": 575,
 }

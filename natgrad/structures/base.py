@@ -242,26 +242,26 @@ class Structure(ABC):
 
     def admit(self, pullback: Pullback) -> None:
         """Refuse, before anything is allocated, what exceeds the memory bound, and say what would fit."""
-        size = pullback.y.element_size()
+        size, memory = pullback.y.element_size(), pullback.memory
         needed = self.elements(pullback) * size
-        if needed <= pullback.memory:
-            return
-        others = [kind() for kind in _kinds(Structure) if kind.suggested and kind is not type(self)]
-        sizes = sorted((other.elements(pullback) * size, type(other).__name__) for other in others)
-        fitting = ", ".join(f"{name} ({b:,} bytes)" for b, name in sizes if b <= pullback.memory)
+        if needed > memory:
+            others = [kind() for kind in _kinds(Structure) if kind.suggested and kind is not type(self)]
+            sizes = sorted((other.elements(pullback) * size, type(other).__name__) for other in others)
+            fitting = ", ".join(f"{name} ({b:,} bytes)" for b, name in sizes if b <= memory)
+            self.refuse_size(pullback.model.size, needed, memory, f"These fit: {fitting}" if fitting else _NONE_FITS)
+
+    def refuse_size(self, parameters: int, needed: int, memory: int, remedy: str) -> NoReturn:
+        """Raise the error of an operator of so many bytes."""
         raise MemoryBoundError(
-            f"{type(self).__name__} of {pullback.model.size:,} parameters needs {needed:,} bytes, over the bound "
-            f"memory={pullback.memory:,}. {'These fit: ' + fitting if fitting else _NONE_FITS}"
+            f"{type(self).__name__} of {parameters:,} parameters needs {needed:,} bytes, over the bound "
+            f"memory={memory:,}. {remedy}"
         )
 
-    def admit_numbers(self, count: int, layout: Layout, memory: int) -> None:
-        """As ``admit``, of so many numbers that are estimated from gradients."""
-        needed = count * layout.dtype.itemsize
+    def admit_gradient(self, blocks: Sequence[Block], layout: Layout, memory: int) -> None:
+        """As ``admit``, of the second moment of the gradients of these layers."""
+        needed = sum(map(math.prod, (self.shapes(blocks) or {}).values())) * layout.dtype.itemsize
         if needed > memory:
-            raise MemoryBoundError(
-                f"{type(self).__name__} of {layout.size:,} parameters needs {needed:,} bytes, over the bound "
-                f"memory={memory:,}. Raise memory=, or use Kronecker or Diagonal"
-            )
+            self.refuse_size(layout.size, needed, memory, "Raise memory=, or use Kronecker or Diagonal")
 
 
 def _kinds(kind: Any) -> Iterator[type[Structure]]:
@@ -749,10 +749,6 @@ class IdentityOperator(Operator):
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> IdentityInverse:
         return IdentityInverse(self.layout)
-
-    def lerp(self, other: Operator, weight: float) -> Self:
-        self.same_kind(other)
-        return self
 
 
 def _in_words(choice: Structure | Refresh) -> str:

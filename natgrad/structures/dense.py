@@ -278,7 +278,7 @@ class MatrixStructure(Structure):
         if isinstance(like, MatrixOperator):
             return like.with_matrices(_outer_products(sample, like.layout, like.indices, like.matrices), like.power)
         layout, groups = Layout.of(sample.ω), self.groups(sample.blocks)
-        self.admit_numbers(sum(_size(group) ** 2 for group in groups), layout, sample.memory)
+        self.admit_gradient(sample.blocks, layout, sample.memory)
         indices = [index_of(group).sort().values for group in groups]
         return self.assemble(layout, groups, _outer_products(sample, layout, indices, None))
 

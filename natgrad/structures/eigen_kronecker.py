@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeAlias, cast, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from natgrad.structures.layered import (
     Layered,
     LayerOperator,
     LayerSplit,
+    Rotation,
     WorkSharing,
     layer_tensors,
     packed_alike,
@@ -273,9 +274,6 @@ class EigenKroneckerOperator(LayerOperator):
 # Second moments of per-example gradients in a basis of every layer: D = Σ_kn (Qᵀ R_kn P)² (George et al. 2018).
 
 
-Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
-
-
 @final
 class RotatedSquares:
     """D [c o i] of every layer, summed over chunks of roots.
@@ -285,7 +283,7 @@ class RotatedSquares:
     the sum of those of its kinds, and rotated.
     """
 
-    def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[Block], sides: Sequence[tuple[Rotation, Rotation]], dtype: torch.dtype) -> None:
         self._layers, self._sides, self._dtype = list(layers), list(sides), dtype
         self._sums = [Squares() for _ in layers]
         self._tape: Tape | None = None
@@ -334,7 +332,7 @@ class RotatedSquares:
         self._sums[b].add(ExampleGrads(self._inputs[b], turned(g, self._sides[b][0])))
 
 
-def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
+def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[tuple[Rotation, Rotation]]) -> list[Tensor]:
     """D [c o i] of every layer in ``layers``, which have rules: the diagonal of G in the basis of its sides."""
     if not layers:
         return []
@@ -346,7 +344,7 @@ def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides
     return squares.totals()
 
 
-def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
+def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[tuple[Rotation, Rotation]]) -> list[Tensor]:
     """The rows of a coupled metric come mixed, and in flattening order."""
     totals = [Squares() for _ in layers]
     orders = [block.index.argsort().argsort() for block in layers]

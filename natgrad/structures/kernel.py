@@ -298,7 +298,10 @@ class KernelOperator(RootedOperator):
             values = self.range[0]
             return self._range_inverse((values + λ).pow(-self.power), λ**-self.power)
         if self.K is not None:
-            return PushThroughInverse.of(self.layout, PushThrough.of(replace(self, K=None), self.K, λ))
+            dual = PushThrough.of(replace(self, K=None), self.K, λ)
+            diagonal = dual.factor.square().sum(-1) / self.K.whole.diagonal().sum()  # no eigenvalue is above the trace
+            refuse_lost_damping(λ, diagonal, "the metric coupled by a kernel")
+            return PushThroughInverse(self.layout, dual)
         gram = self.gram()
         factor = cholesky(gram, λ, "the kernel")
         refuse_lost_damping(λ, gram.diagonal(), "the kernel metric")
@@ -451,13 +454,6 @@ class PushThroughInverse(Inverse):
 
     layout: Layout
     dual: PushThrough
-
-    @staticmethod
-    def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
-        """Refused where dividing by the damping would leave only rounding. No eigenvalue of K is above its trace."""
-        diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
-        refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
-        return PushThroughInverse(layout, dual)
 
     def solve(self, ω: Tensor) -> Tensor:
         rows, exact = self.dual.rows, ω.double()

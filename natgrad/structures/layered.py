@@ -260,7 +260,7 @@ class Layered(Structure):
             return LayerSplit(like.blocks, sample.without - set(like.uncovered.names)), like.layout, of_fallback
         layout = Layout.of(sample.ω)
         blocks = tuple(block for block in sample.blocks if block.rule is not None)
-        self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
+        self.admit_gradient(blocks, layout, sample.memory)
         uncovered = [block for block in sample.blocks if block.rule is None]
         rest = sample.over([block.names[0] for block in uncovered])
         rest = replace(rest, blocks=_repositioned(uncovered, rest.ω))
