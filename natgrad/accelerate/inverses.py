@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TypeAlias, final
 
 import torch
@@ -40,9 +40,6 @@ _LARGE = 1024  # rows, from which products are faster on a GPU than the many sma
 _CAPTURED = 2048  # rows, from which the kernels take longer than their launches, and a graph would hold much memory
 _ROOTS_BATCHED = 2048  # rows, as above, for roots by products on a GPU, which one matrix leaves half idle
 _ROOTS_BYTES = 2**28
-_SMALL = 256  # rows, up to which roots by products on a GPU take as long as their launches
-_NEAR = 15 / 16  # of the rows of another matrix, from which a matrix may be padded to its size
-_TILE = 128  # rows that a GPU multiplies at once: padding that needs more of them takes more time than launches
 _ROOT_ERROR = 0.1  # the largest residual of a root that is used
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
@@ -210,24 +207,15 @@ def layers_at_once(device: torch.device, layer_bytes: int) -> int:
     return max(1, _of_device(_LAYER_BYTES, device) // max(1, layer_bytes))
 
 
-def batch_by_size(
-    factors: Sequence[Tensor],
-    *,
-    stacks: int = 1,
-    roots: bool = False,
-    padded: bool = False,
-) -> list[list[int]]:
+def batch_by_size(factors: Sequence[Tensor], *, stacks: int = 1, roots: bool = False) -> list[list[int]]:
     """The positions of matrices [c d d] that are worked on at once: of one size, and as many as memory allows.
 
-    ``stacks``: how many stacks are held. ``roots``: they are for roots by products. ``padded``: of nearly one size,
-    ordered by it.
+    ``stacks``: how many stacks are held. ``roots``: they are for roots by products.
     """
-    sizes = [factor.shape[-1] for factor in factors]
-    common = _common_sizes(sizes) if padded else {d: d for d in sizes}
     batches: dict[int, list[list[int]]] = defaultdict(list)
     used: dict[int, int] = {}
-    for at in sorted(range(len(factors)), key=lambda at: sizes[at]) if padded else range(len(factors)):
-        factor, d = factors[at], common[sizes[at]]
+    for at, factor in enumerate(factors):
+        d = factor.shape[-1]
         nbytes = len(factor) * d * d * factor.element_size()
         used[d] = used.get(d, 0) + nbytes
         if not batches[d] or used[d] * stacks > batch_bytes(factor, roots=roots):
@@ -235,26 +223,6 @@ def batch_by_size(
             used[d] = nbytes
         batches[d][-1].append(at)
     return [batch for of_size in batches.values() for batch in of_size]
-
-
-def _common_sizes(sizes: Sequence[int]) -> dict[int, int]:
-    """The size that matrices of every size are padded to: that of the largest one that is near, or small.
-
-    A linear layer with a bias has factors of 501 and 500 rows, and the number of launches is what they take.
-
-    >>> _common_sizes([500, 501, 384, 385, 20])
-    {501: 501, 500: 501, 385: 385, 384: 384, 20: 20}
-    >>> _common_sizes([128, 20])
-    {128: 128, 20: 128}
-    """
-    common: dict[int, int] = {}
-    largest = 0
-    for d in sorted(set(sizes), reverse=True):
-        near = d >= _NEAR * largest and -(-d // _TILE) == -(-largest // _TILE)
-        if not near and not d < largest <= _SMALL:
-            largest = d
-        common[d] = largest
-    return common
 
 
 def batch_bytes(factor: Tensor, *, roots: bool = False) -> int:
@@ -455,10 +423,7 @@ def invert(
     dense = [job for job in jobs if is_dense(job.out)]
     failures: list[Tensor] = []
     titles: list[str] = []
-    padded = roots and not wait and bool(dense) and not by_eigenvalues(dense[0].out)
-    for batch in batch_by_size(
-        [job.factor for job in dense], stacks=STACKS if roots else 1, roots=roots, padded=padded
-    ):
+    for batch in batch_by_size([job.factor for job in dense], stacks=STACKS if roots else 1, roots=roots):
         alike = [dense[at] for at in batch]
         failed = _invert_batch(alike, power, epsilon, warm, wait)
         if isinstance(failed, Tensor):
@@ -489,7 +454,7 @@ def _invert_diagonals(
 def _invert_batch(
     jobs: Sequence[Inversion], power: float, epsilon: float | None, warm: bool, wait: bool
 ) -> Tensor | list[str]:
-    """Invert matrices of one size, or nearly one; how many failed, on the device, or the titles of those that did."""
+    """Invert matrices of one size; how many failed, on the device, or the titles of those that did."""
     d = jobs[0].out.shape[-1]
     shifts = torch.cat([job.shift for job in jobs])
     dead = None if epsilon is None else shifts == 0
@@ -525,8 +490,7 @@ def _roots(
     wait: bool,
 ) -> tuple[Tensor, Tensor]:
     """(M + shift)⁻ᵖ [b d d], and which succeeded [b]."""
-    sizes = [job.factor.shape[1] for job in jobs]
-    d, most = max(sizes), max(math.prod(job.factor.shape[:2]) for job in jobs)
+    d, most = jobs[0].factor.shape[1], max(math.prod(job.factor.shape[:2]) for job in jobs)
     (X,), residual = inverse_powers(
         M,
         [power],
@@ -536,16 +500,6 @@ def _roots(
         precision="single" if wait else suited_precision(M),
     )
     return X[:, :d, :d], residual <= _ROOT_ERROR
-
-
-def _runs(jobs: Sequence[Inversion]) -> list[tuple[slice, int, list[Inversion]]]:
-    """Which of the matrices of a batch have which size, with their jobs; those of one size follow each other."""
-    runs = []
-    at = 0
-    for d, of_size in groupby(jobs, key=lambda job: job.factor.shape[-1]):
-        alike = list(of_size)
-        runs.append((slice(at, at := at + sum(len(job.factor) for job in alike)), d, alike))
-    return runs
 
 
 def _damped(jobs: Sequence[Inversion], shifts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -562,26 +516,16 @@ def _damped(jobs: Sequence[Inversion], shifts: Tensor, dtype: torch.dtype | None
 
 
 def _padded(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tensor:
-    """F [b d d], ``aligned``, of the largest size, with an eigenvalue between the others in the padding.
+    """F [b d d], ``aligned``, with an eigenvalue between the others in the padding.
 
     That is the mean of the diagonal, with the zeros of the padding: the bound of the condition numbers stays.
     """
-    runs = _runs(jobs)
-    stacks = [stacked([job.factor for job in alike]) for _, _, alike in runs]
-    stacks = stacks if dtype is None else [stack.to(dtype) for stack in stacks]
-    if len(runs) == 1:
-        M = aligned(stacks[0])
-        if M is stacks[0]:
-            return M
-    else:
-        d = runs[-1][1] + -runs[-1][1] % _ALIGNED
-        M = stacks[0].new_zeros(runs[-1][0].stop, d, d)
-        for (rows, n, _), stack in zip(runs, stacks, strict=True):
-            M[rows, :n, :n] = stack
-    on_diagonal = M.diagonal(dim1=-2, dim2=-1)
-    mean = on_diagonal.mean(1, keepdim=True)
-    for rows, n, _ in runs:
-        on_diagonal[rows, n:] = mean[rows]
+    stack = stacked([job.factor for job in jobs])
+    stack = stack if dtype is None else stack.to(dtype)
+    M, d = aligned(stack), stack.shape[-1]
+    if M is not stack:
+        on_diagonal = M.diagonal(dim1=-2, dim2=-1)
+        on_diagonal[:, d:] = on_diagonal.mean(1, keepdim=True)
     return M
 
 

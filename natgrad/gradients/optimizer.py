@@ -36,7 +36,7 @@ from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, 
 from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
 from natgrad.optim import metrics as told
-from natgrad.optim.checkpoint import check_nonnegative, check_plain
+from natgrad.optim.checkpoint import check_nonnegative, check_torch
 from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import adamw, check_keys, check_numbers, common_damping, corrected_weight, tensors_of
 from natgrad.sharding import is_sharded, local, whole
@@ -532,7 +532,7 @@ class GradientOptimizer(torch.optim.Optimizer):
         assignments = self.plan().assignments
         state_dict = converted(state_dict, [a.name for a in assignments], self.letters)
         params = [p for group in self.param_groups for p in group["params"]]
-        check_plain(state_dict, self.param_groups, {id(p): a.name for p, a in zip(params, assignments, strict=True)})
+        check_torch(state_dict, self.param_groups, {id(p): a.name for p, a in zip(params, assignments, strict=True)})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, a in zip(keys, assignments, strict=True):
             self._check_state(a, state_dict["state"].get(key, {}))

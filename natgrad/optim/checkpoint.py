@@ -60,7 +60,7 @@ class RunState:
         found      bytes there, too, if there is something
 
     A name has no dot in it, since torch joins names by dots. Version 0.1.0 had all fields in one dictionary, beside
-    the state of torch.optim: ``joined`` makes it from either.
+    the state of torch.optim: ``gather_state`` makes it from either.
     """
 
     metric: Annotated[str, "words"]
@@ -133,7 +133,7 @@ class RunState:
         check_entries(entry, kinds, f'the "{KEY}" entry of the state')
         return RunState(**{name: entry[name] for name in hints if name in entry})
 
-    def divided(
+    def by_parameter(
         self, blank: Mapping[str, Mapping[str, Tensor]], states: Mapping[str, Mapping[str, Any]], device: torch.device
     ) -> dict[str, dict[str, Tensor]]:
         """By the names of the parameters, whose ``states`` torch.optim has. Tensors are copied.
@@ -193,7 +193,7 @@ def _hints() -> dict[str, Any]:
     return get_type_hints(RunState, include_extras=True)
 
 
-def joined(state: Mapping[str, Any]) -> Entry:
+def gather_state(state: Mapping[str, Any]) -> Entry:
     """A state with its ``RunState`` in one dictionary beside those of torch.optim, as in 0.1.0, from either layout."""
     if KEY in state:
         return {**state, KEY: renamed(state[KEY])}
@@ -481,7 +481,7 @@ def check_generator(saved: Tensor, generator: torch.Generator) -> None:
         _built("the generator", lambda: torch.Generator(generator.device).set_state(saved.cpu()))
 
 
-def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+def check_torch(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
     """What torch.optim keeps: parameter groups like these ``groups``, and momentum like the parameters, by id named."""
     for entry in ("state", "param_groups"):
         if entry not in state:

@@ -132,7 +132,7 @@ class MetricTracker:
     parameters.
 
     Kronecker factors are averaged in place: the estimate never exists beside the average (``absorbed``). Estimates of
-    other structures, the first estimate, and those of several processes until they are joined, are held in ``fresh``
+    other structures, the first estimate, and those of several processes until they are averaged, are held in ``fresh``
     until a step has succeeded with them: if it fails, the average stays as it was.
 
     ``observer``: the model of all parameters that the metric may cover. ``parameters``: what becomes of each of them.
@@ -164,7 +164,7 @@ class MetricTracker:
         self.step: int = 0
         self.estimated: int = 0  # the step in which the metric was last estimated
         self.estimates: int = 0  # steps of this process in which it was
-        self.joined: bool = False  # whether ``fresh`` is that of all processes
+        self.is_joint: bool = False  # whether ``fresh`` is that of all processes
         self._examples = 0  # in ``fresh``
         self._unreached: frozenset[str] | None = None  # the outputs of no estimate of this step depend on them
         self._problem: Exception | None = None  # of a pass of this step, where there are several processes
@@ -248,10 +248,10 @@ class MetricTracker:
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
-        if not self.joined:
-            joined = self._mean(self.fresh, self._examples)
+        if not self.is_joint:
+            mean = self._mean(self.fresh, self._examples)
             # Here all processes raise; one that raised alone would leave the others waiting.
-            self.fresh, self.joined = joined.finite() if self.world.size > 1 else joined, True
+            self.fresh, self.is_joint = mean.finite() if self.world.size > 1 else mean, True
             self._unreached = self._unreached_anywhere()
         weight = replace(self.weight).next_step(self._examples)
         if self.average is None or (self.schedule.decay == 0 and not self.fresh.unseen):
@@ -274,7 +274,7 @@ class MetricTracker:
 
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
-        self.joined = False
+        self.is_joint = False
         self.fresh, self.absorbed = None, False
         self._examples, self.weight.examples = 0, 0
         self._unreached, self._problem, self.together, self._counted = None, None, False, None
@@ -556,7 +556,7 @@ class GradientSource(Source):
         structure, sample = tracker.structure, tracker.gradient_sample(ω, without)
         with full_precision(tracker.device):
             tracker.hold(structure.of_gradient(sample, tracker.average), 1)
-            tracker.joined = True  # it is that of all processes
+            tracker.is_joint = True  # it is that of all processes
 
 
 # Forward passes of the user.
@@ -809,7 +809,7 @@ class PassSource(Source):
 
     def operator(self) -> tuple[Operator, bool]:
         tracker = self.tracker
-        if not tracker.joined and (tracker.due or tracker.fresh is not None):
+        if not tracker.is_joint and (tracker.due or tracker.fresh is not None):
             # The problem is in no variable here: an error would hold the optimizer, which its frames hold.
             tracker.world.raise_together(tracker.problem(self.missing))
         return super().operator()
@@ -1001,7 +1001,7 @@ class PendingLoss:
     tape: Tape
     outputs: tuple[Tensor, ...]  # one, or those of the heads
     handle: RemovableHandle | None = None  # of the hook at the only one
-    heads: tuple[Tensor, ...] = ()  # what the outputs are copies of, where they are joined
+    heads: tuple[Tensor, ...] = ()  # what the outputs are copies of, where their cotangents come together
     node: Any = None  # of the only output: another one if the user changes it in place
     provisional: frozenset[int] = frozenset()  # outputs whose targets are those of a call that does not train
 
@@ -1026,7 +1026,7 @@ class PendingLoss:
 
 
 @final
-class JoinedHeads(torch.autograd.Function):
+class HeadCopies(torch.autograd.Function):
     """Copies of the heads, whose cotangents come together, before any backward pass below them."""
 
     @staticmethod
@@ -1135,7 +1135,7 @@ class OutputSource(PassSource):
         outputs, everything = tracker.model.returned(raw), returned_tensors(raw)
         visible = of_user and all(y.requires_grad and any(t is y for t in everything) for y in outputs)
         loss, several = loss_in(raw, outputs), tracker.model.heads is not None
-        if several:  # a loss of the model's own is made of the heads before they are joined
+        if several:  # a loss of the model's own is made of the heads before they are copied
             visible = visible and loss is None and tracker.model.output is None
         itself = weakref.ref(self)  # the graph holds the hook, and this the graph: the hook holds neither
         number = self._count = self._count + 1
@@ -1160,9 +1160,9 @@ class OutputSource(PassSource):
             tracker.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
         if several:
-            joined = JoinedHeads.apply(in_training(params, arrived, untrained), *outputs)  # type: ignore[no-untyped-call]
-            self._pending = (*self._pending, PendingLoss(number, batch, tape, joined, heads=tuple(outputs)))
-            return True, tracker.model.with_heads(raw, joined)
+            copies = HeadCopies.apply(in_training(params, arrived, untrained), *outputs)  # type: ignore[no-untyped-call]
+            self._pending = (*self._pending, PendingLoss(number, batch, tape, copies, heads=tuple(outputs)))
+            return True, tracker.model.with_heads(raw, copies)
         pending = PendingLoss(number, batch, tape, tuple(outputs), handle, node=outputs[0].grad_fn)
         self._pending = (*self._pending, pending)
         return True, None

@@ -23,7 +23,7 @@ from natgrad.linalg import Damping, Relative, number_of
 from natgrad.log import flat, nbytes, of_groups
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
 from natgrad.optim import metrics as told
-from natgrad.optim.checkpoint import RunState, blank, check_plain, joined, restore
+from natgrad.optim.checkpoint import RunState, blank, check_torch, gather_state, restore
 from natgrad.optim.distributed import processes_of, refuse_sharded
 from natgrad.optim.estimates import (
     BackwardSource,
@@ -281,7 +281,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self._divided: tuple[frozenset[str] | None, Members, Members] = (None, (), ())  # see ``_division``
         self._strict = strict
         self._zeros: dict[str, Tensor] = {}  # gradients of parameters that the metric does not see
-        self._last: Step | _Plain | None = None
+        self._last: Step | _PlainReport | None = None
         self._loss: Any = None  # of the closure
         self._taken = self._rejected = 0  # steps of this process
         # How many of them a rule has shortened.
@@ -375,7 +375,7 @@ class NaturalGradient(torch.optim.Optimizer):
         numbers |= {"step": self.tracker.step, "rejected_steps": self._rejected, "loss": self._loss}
         kept = (self.tracker.average, self.preconditioner.inverse)
         numbers["state_bytes"] = nbytes([*state, *(t for of in kept if of for t in of.tensors().values())])
-        if isinstance(last, _Plain):
+        if isinstance(last, _PlainReport):
             rates, found = self._update(last.idle, last.rates).rates, last.found
             v = {name: self.state[params[name]].get("momentum") for names, _ in rates for name in names}
             v |= found.velocities
@@ -399,7 +399,7 @@ class NaturalGradient(torch.optim.Optimizer):
     @property
     def last(self) -> Step | None:
         """The last step. Its displacement is computed when it is read."""
-        if not isinstance(self._last, _Plain):
+        if not isinstance(self._last, _PlainReport):
             return self._last
         params, velocity = self.tracker.model.params, dict(self._last.found.velocities)
         rates = self._update(self._last.idle, self._last.rates).rates
@@ -495,7 +495,7 @@ class NaturalGradient(torch.optim.Optimizer):
         grads: Mapping[str, Tensor],
         idle: frozenset[str],
         damping: Damping,
-    ) -> _Plain:
+    ) -> _PlainReport:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
 
         ``grads``: also of the parameters that AdamW steps. ``idle``: parameters that the metric does not move in this
@@ -528,7 +528,7 @@ class NaturalGradient(torch.optim.Optimizer):
             numbers, key = [*(float(rate) for rate in rates), *of_momenta], self._graph_key()
             found, flag.value = self._graphs.run(run, gradients, numbers, key, may_copy=True, shaped=True)
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        return _Plain(rates, idle, found, number_of(damping))
+        return _PlainReport(rates, idle, found, number_of(damping))
 
     def _update(
         self,
@@ -735,7 +735,7 @@ class NaturalGradient(torch.optim.Optimizer):
         ordered = [names[id(p)] for group in self.param_groups for p in group["params"]]
         states = {name: plain.setdefault(key, {}) for name, key in zip(ordered, keys, strict=True)}
         began = states if self.tracker.step else {name: {} for name in states}
-        mine = run.divided(blank(self.tracker, self.preconditioner), began, device)
+        mine = run.by_parameter(blank(self.tracker, self.preconditioner), began, device)
         self._fill(states)
         for name, of_param in mine.items():
             states[name]["natgrad"] = of_param
@@ -780,9 +780,9 @@ class NaturalGradient(torch.optim.Optimizer):
         A state that does not fit is refused with the difference, before anything is changed. If it was saved with
         another solver, the metric is loaded, and the next step inverts it anew.
         """
-        state_dict = joined(state_dict)
+        state_dict = gather_state(state_dict)
         go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner, self._momentum)
-        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
+        check_torch(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
@@ -798,7 +798,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
 @final
 @dataclass(frozen=True)
-class _Plain:
+class _PlainReport:
     """The report of a plain step, from which ``last`` computes the displacement.
 
     Groups with momentum on steps have no velocities in ``found``: theirs are the momenta in the state.

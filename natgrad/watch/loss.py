@@ -348,7 +348,7 @@ def _base(metric: OutputMetric) -> OutputMetric:
 
 
 def _metrics(metric: OutputMetric) -> dict[Any, OutputMetric]:
-    """That of every head, by its key; None for the only output."""
+    """The metric of every head, by its key; None is the key of the only output."""
     whole = _base(metric)
     return {key: _base(each) for key, each in whole.metrics.items()} if isinstance(whole, Heads) else {None: whole}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -169,31 +168,3 @@ def test_roots_are_counted_by_what_they_hold(monkeypatch: pytest.MonkeyPatch) ->
     assert len(inverses.batch_by_size(factors, stacks=held, roots=True)) < len(
         inverses.batch_by_size(factors, stacks=held)
     )
-
-
-@pytest.mark.usefixtures("gpu")
-def test_matrices_of_nearly_one_size_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a layer with a bias; small ones are, whatever their sizes. Each is what it is alone."""
-    sizes = [285, 300, 301, 50, 3, 300]
-    generator = torch.Generator().manual_seed(0)
-    halves = [torch.randn(1, d, d // 2 + 1, generator=generator) for d in sizes]
-    factors = [a @ a.mT for a in halves]
-    assert inverses.batch_by_size(factors, roots=True, padded=True) == [[4, 3], [0, 1, 5, 2]]
-    shifts = [0.1 * f.diagonal(dim1=1, dim2=2).mean(1) for f in factors]
-    batches = list[int]()
-    roots_of = roots.inverse_powers
-
-    def seen(M: Tensor, *args: Any, **options: Any) -> Any:
-        batches.append(len(M))
-        return roots_of(M, *args, **options)
-
-    monkeypatch.setattr(inverses, "inverse_powers", seen)
-    outs = [torch.zeros_like(f) for f in factors]
-    each = zip(factors, shifts, outs, strict=True)
-    failures = invert([Inversion(f, λ, x) for f, λ, x in each], power=0.5, epsilon=0.1)
-    assert failures is not None
-    assert float(failures) == 0
-    assert batches == [2, 4]
-    for f, λ, x in zip(factors, shifts, outs, strict=True):
-        right = expected(f, float(λ), 0.5)
-        assert float((x - right).norm() / right.norm()) < 3 * roots.NOISE

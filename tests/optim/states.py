@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.checkpoint import joined
+from natgrad.optim.checkpoint import gather_state
 from natgrad.structures import Structure
 from tests.optim.tasks import seeded
 from tests.pulled import normal, opaque
@@ -88,7 +88,7 @@ def state_of(make: Make, seed: int = 0, steps: int = 2) -> tuple[ng.NaturalGradi
 
 def whole(opt: ng.NaturalGradient) -> dict[str, Any]:
     """Its state with the metric in one entry, "natgrad", as it was saved in version 0.1.0."""
-    return copy.deepcopy(joined(opt.state_dict()))
+    return copy.deepcopy(gather_state(opt.state_dict()))
 
 
 def alike(a: Any, b: Any) -> bool:

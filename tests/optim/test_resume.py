@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.optim.checkpoint import joined
+from natgrad.optim.checkpoint import gather_state
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Rows
 from natgrad.rules.linear import LinearRule
@@ -367,7 +367,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_where_batches_differ_in_size(name: st
     opt = KFAC_RUNS[name](model)
     _train(model, opt, range(at), SIZES)
     saved = _saved(model, opt)
-    assert joined(saved["opt"])["natgrad"]["mass"][1] in SIZES
+    assert gather_state(saved["opt"])["natgrad"]["mass"][1] in SIZES
     expected = _train(model, opt, range(at, at + 5), SIZES)
     assert torch.equal(_train(*_loaded(KFAC_RUNS[name], saved), range(at, at + 5), SIZES), expected)
 
@@ -392,7 +392,7 @@ def test_a_bfloat16_model_is_resumed_with_factors_in_single_precision(name: str)
     opt = KFAC_RUNS[name](model)
     _train(model, opt, range(4))
     saved = _saved(model, opt)
-    metric = joined(saved["opt"])["natgrad"]
+    metric = gather_state(saved["opt"])["natgrad"]
     held = [*metric["operator"].values(), *metric["inverse"].values()]
     assert {t.dtype for t in held} == {torch.float32}
     assert any(not torch.equal(t, t.bfloat16().float()) for t in held)  # a cast would have lost digits
