@@ -198,6 +198,25 @@ def test_a_run_with_it_is_resumed_bit_for_bit_between_two_inversions() -> None:
         assert torch.equal(p, q)
 
 
+def test_its_plan_its_bound_on_memory_and_its_identity_follow_from_its_shapes() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), normal(9, 3)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=Scales(), damping=0.5)
+    assert opt.plan().bytes == 2 * 4 * 8
+    with pytest.raises(ng.errors.MemoryBoundError, match="Scales of 26 parameters needs 32 bytes"):
+        Scales().estimate(ng.pullback(model, x, ng.Euclidean(), memory=31))
+    pb = ng.pullback(model, x, ng.Euclidean())
+    one = Scales().identity(pb.model, pb.blocks, torch.float64)
+    assert one is not None
+    close(one.dense(), torch.eye(26, dtype=torch.float64))
+    model(x).square().mean().backward()
+    opt.step()
+    state = opt.state_dict()
+    state["state"][0]["natgrad"]["operator//scales"] = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"scales of the metric in the state has the shape \[3\], here it is \[4\]"):
+        opt.load_state_dict(state)
+
+
 def test_the_structure_trains_a_classifier() -> None:
     losses = structure.train()
     assert losses[-1] < 0.2 * losses[0]

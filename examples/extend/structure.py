@@ -1,14 +1,14 @@
 """A structure of your own: one number for every parameter tensor, the mean of the diagonal of the metric there.
 
 A structure is two classes: what is kept of the metric, an ``Operator``, and how it is estimated, a ``Structure``. The
-optimizer inverts, averages and saves it, and Laplace's method draws samples, with no further code.
+optimizer inverts, averages and saves it, plans its memory, and Laplace's method draws samples, with no further code.
 
     python examples/extend/structure.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.operators import Layout, Operator
+from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import without_autocast
 from natgrad.structures import Structure
 
@@ -48,6 +49,9 @@ class Scales(Structure):
     """G ≈ diag(d), d the mean of the diagonal of G over a parameter tensor: the blocks of Zhang et al. (2024)."""
 
     operator: ClassVar[type[Operator]] = ScalesOperator
+
+    def shapes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+        return {"scales": (sum(len(block.names) for block in blocks),)}
 
     @without_autocast
     def estimate(self, pullback: ng.Pullback, like: Operator | None = None) -> ScalesOperator:
