@@ -203,7 +203,7 @@ LINES: dict[str, int] = {
     "optim": 3158,
     "output": 1245,
     "pullbacks": 4302,
-    "rules": 1163,
+    "rules": 1156,
     "solve": 239,
     "step": 832,
     "structures": 3165,

@@ -89,11 +89,15 @@ class Rule(ABC):
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         """(c, o, i) of the packed parameters; by default weights and biases lie side by side along i."""
-        return matrices_shape(module, keys)
+        return matrices_shape(module, keys, self.groups_of(module, keys))
+
+    def groups_of(self, module: nn.Module, keys: Keys) -> int:
+        """How many groups c there are in weights [c·o *fan] and biases [c·o], each with outputs of its own."""
+        return 1
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         """W [c o i] from the layer's own tensors, by their local names."""
-        return pack_matrices(block)
+        return pack_matrices(block, self.groups_of(module, tuple(block)))
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         """The inverse of ``pack``; leading axes before [c o i] are kept."""
@@ -127,7 +131,8 @@ class Rule(ABC):
 
         None where a rule has its own ``pack``.
         """
-        return matrices(block) if (type(self).pack, type(self).unpack) == (Rule.pack, Rule.unpack) else None
+        own = (type(self).pack, type(self).unpack) != (Rule.pack, Rule.unpack)
+        return None if own else matrices(block, self.groups_of(module, tuple(block)))
 
 
 def input_features(
@@ -228,19 +233,19 @@ _HARMLESS = frozenset(
 # The usual packing: weights and biases side by side, the bias last, W̄ = [W b], for every group c by itself.
 
 
-def matrices_shape(module: nn.Module, keys: Sequence[str], c: int = 1) -> tuple[int, int, int]:
+def matrices_shape(module: nn.Module, keys: Sequence[str], c: int) -> tuple[int, int, int]:
     """(c, o, i) of weights [c·o *fan] and biases [c·o], side by side along i."""
     # get_parameter is slow, and this is asked for every use of every layer.
     shapes = [(module.get_parameter(key) if "." in key else getattr(module, key)).shape for key in keys]
     return c, shapes[0][0] // c, sum(shape[1:].numel() for shape in shapes)
 
 
-def matrices(block: Mapping[str, Tensor], c: int = 1) -> dict[str, Tensor]:
+def matrices(block: Mapping[str, Tensor], c: int) -> dict[str, Tensor]:
     """Every weight [c·o *fan] and bias [c·o] as a matrix [c o fan] of its own."""
     return {key: t.reshape(c, t.shape[0] // c, t.shape[1:].numel()) for key, t in block.items()}
 
 
-def pack_matrices(block: Mapping[str, Tensor], c: int = 1) -> Tensor:
+def pack_matrices(block: Mapping[str, Tensor], c: int) -> Tensor:
     """W [c o i] from weights [c·o *fan] and biases [c·o], in the order given."""
     columns = list(matrices(block, c).values())
     return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)

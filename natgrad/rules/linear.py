@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad.accelerate.patches import Axis
-from natgrad.rules.base import Call, Keys, Rule, matrices, matrices_shape, pack_matrices, plain
+from natgrad.rules.base import Call, Keys, Rule, plain
 from natgrad.rules.features import DenseFeatures, Features, OneHot, Patches, Rows
 
 
@@ -202,14 +202,8 @@ class ConvRule(Rule):
         g = g if g.ndim == layer.weight.ndim + 1 else g.unsqueeze(1)  # one example without a batch axis
         return Patches(g, (Axis(1),) * len(layer.kernel_size), layer.groups)
 
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return matrices_shape(module, keys, cast(_Conv, module).groups)
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return pack_matrices(block, cast(_Conv, module).groups)
-
-    def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return matrices(block, cast(_Conv, module).groups)
+    def groups_of(self, module: nn.Module, keys: Keys) -> int:
+        return cast(_Conv, module).groups
 
 
 def padding(layer: _Conv) -> list[int]:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from natgrad.accelerate.autograd import vjp
 from natgrad.accelerate.modules import parameters_in
 from natgrad.accelerate.moments import single
-from natgrad.rules.base import Call, Keys, Rule, matrices, matrices_shape, pack_matrices, plain, trainable
+from natgrad.rules.base import Call, Keys, Rule, plain, trainable
 from natgrad.rules.features import DenseFeatures, Features
 from natgrad.show import brief
 
@@ -177,14 +177,8 @@ class AttentionRule(Replayed):
             return 3 * max(queries, others)
         return others if keys[0] in _SPLIT[1:] else queries
 
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return matrices_shape(module, keys, _groups(keys))
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return pack_matrices(block, _groups(tuple(block)))
-
-    def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return matrices(block, _groups(tuple(block)))
+    def groups_of(self, module: nn.Module, keys: Keys) -> int:
+        return 3 if keys[0] in _IN else 1
 
     def replay(self, module: nn.Module, call: Call) -> Replay:
         attention = _Attention.of(cast(nn.MultiheadAttention, module), call)
@@ -331,10 +325,6 @@ class _Attention:
             terms.append(padding[:, None, None])
         padded = [F.pad(term, (0, keys - term.shape[-1])) for term in terms]
         return functools.reduce(torch.add, padded) if padded else None
-
-
-def _groups(keys: Keys) -> int:
-    return 3 if keys[0] in _IN else 1
 
 
 def _longer(t: Tensor, rows: int) -> Tensor:
