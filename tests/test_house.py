@@ -208,7 +208,7 @@ LINES: dict[str, int] = {
     "step": 832,
     "structures": 3165,
     "vi": 1291,
-    "watch": 575,
+    "watch": 571,
 }
 
 

@@ -416,15 +416,19 @@ def _of_cotangent(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> list[li
     """∂L/∂y at the targets that a cotangent shows, if it is one of this loss: for every axis that may hold classes."""
     module = loss.loss
     if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
-        given: int | None = getattr(loss, "axis", None)
-        axes = {1, y.ndim - 1} if given is None else {given % y.ndim}
-        return [[_of_classes(module, y, c, axis)] for axis in axes]
+        return [[_of_classes(module, y, c, axis)] for axis in _class_axes(loss, y)]
     if isinstance(module, nn.BCEWithLogitsLoss | nn.BCELoss):
         labels = (c < 0) | ((c == 0) & (y > 0))  # a coin that is certain to come up so has no cotangent
         return [[_gradient(module.forward, y, labels.to(y.dtype))]]
     if isinstance(module, nn.L1Loss):
         return [[_gradient(module.forward, y, y - c.sign())]]
     return []
+
+
+def _class_axes(loss: TermLoss | HessianLoss, y: Tensor) -> set[int]:
+    """The axes of the outputs that may hold the classes."""
+    given: int | None = getattr(loss, "axis", None)
+    return {1, y.ndim - 1} if given is None else {given % y.ndim}
 
 
 def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, y: Tensor, c: Tensor, axis: int) -> Tensor:
@@ -470,8 +474,7 @@ def _weights(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor, tolerance: floa
     module = loss.loss
     if not isinstance(module, nn.CrossEntropyLoss):
         return None
-    given: int | None = getattr(loss, "axis", None)
-    for axis in {1, y.ndim - 1} if given is None else {given % y.ndim}:
+    for axis in _class_axes(loss, y):
         e = _of_classes(module, y, c, axis)
         square = (e * e).sum(axis, keepdim=True)
         w = (c * e).sum(axis, keepdim=True) / square.clamp(min=torch.finfo(e.dtype).tiny)
@@ -500,15 +503,11 @@ def _may_be_soft(loss: TermLoss | HessianLoss, c: Tensor, tolerance: float) -> b
     """Whether a cotangent that no hard labels explain may be that of probabilities as targets."""
     if not isinstance(loss.loss, nn.CrossEntropyLoss):
         return True
-    given: int | None = getattr(loss, "axis", None)
-    sums = [float(c.sum(axis).norm()) for axis in ({1, -1} if given is None else {given})]
-    return min(sums) <= tolerance * float(c.norm())
+    return min(float(c.sum(axis).norm()) for axis in _class_axes(loss, c)) <= tolerance * float(c.norm())
 
 
 def _terms(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> int:
     """How many terms the loss is a mean or a sum of."""
     if not isinstance(loss.loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return y.numel()
-    given: int | None = getattr(loss, "axis", None)
-    axes = {1, y.ndim - 1} if given is None else {given % y.ndim}
-    return int((c != 0).any(min(axes, key=lambda axis: float(c.sum(axis).norm()))).sum())
+    return int((c != 0).any(min(_class_axes(loss, y), key=lambda axis: float(c.sum(axis).norm()))).sum())
