@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import natgrad as ng
+from examples.gallery import style
 from natgrad.mirror import MeanChart, Move, NaturalChart, Shorten, mirror_step
 
-BLUE, RED, GRAY = "tab:blue", "tab:red", "tab:gray"
+BLUE, RED, GREY = style.COLOURS["first"], style.COLOURS["second"], style.GREY
 NORMAL = ng.families.DiagonalGaussian()
 START, GOAL = (-1.0, 0.7), (1.0, 1.0)  # μ and σ
 
@@ -29,10 +30,14 @@ def draw(folder: Path) -> list[Path]:
     """All figures, as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
+    with matplotlib.rc_context(style.LOOK):
+        titles = {
+            "bregman": "Two convex functions and their tangents",
+            "mirror": "Steps that are straight in one chart",
+        }
         for name, figure in {"bregman": bregman(), "mirror": mirror()}.items():
             paths.append(folder / f"{name}.svg")
-            figure.savefig(paths[-1], metadata={"Date": None})
+            style.save(figure, paths[-1], titles[name])
     return paths
 
 
@@ -41,17 +46,17 @@ def bregman() -> Figure:
     b = ng.families.Bernoulli()
     here, there = (torch.tensor(value, dtype=torch.float64) for value in (-1.1, 1.6))
     eta, xi = torch.linspace(-3.0, 3.0, 61).double(), torch.linspace(0.01, 0.99, 61).double()
-    figure = Figure(figsize=(6.4, 2.5), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     _gap(left, b.log_partition, b.mean, eta, here, there)
-    left.set(xlabel="η", title="log Z(η):  the gap at η is KL(p_η′ ‖ p_η)")
+    left.set(xlabel="η", title=r"log Z(η): the gap at η is KL($p_{η'}$ ‖ $p_η$)")
     _labels(left, ("η′", "η"), (here, there))
 
     def conjugate(xi: Tensor) -> Tensor:
         return b.natural(xi) * xi - b.log_partition(b.natural(xi))
 
     _gap(right, conjugate, b.natural, xi, b.mean(there), b.mean(here))
-    right.set(xlabel="ξ", title="−H(ξ):  the gap at ξ′ is the same number")
+    right.set(xlabel="ξ", title="−H(ξ): the gap at ξ′ is the same number")
     _labels(right, ("ξ", "ξ′"), (b.mean(there), b.mean(here)))
     return figure
 
@@ -63,10 +68,11 @@ def _gap(
     tangent = φ(at) + slope(at) * (x - at)
     foot = float(φ(at) + slope(at) * (far - at))
     ax.plot(x.tolist(), φ(x).tolist(), color=BLUE)
-    ax.plot(x.tolist(), tangent.tolist(), color=GRAY, lw=1)
+    ax.plot(x.tolist(), tangent.tolist(), color=GREY, lw=1)
     ax.plot([float(far)] * 2, [foot, float(φ(far))], color=RED, lw=2.5, solid_capstyle="butt")
-    ax.plot([float(at)], [float(φ(at))], "o", color=GRAY, ms=4)
-    ax.annotate(f" {float(φ(far)) - foot:.3f}", (float(far), (foot + float(φ(far))) / 2), color=RED, va="center")
+    ax.plot([float(at)], [float(φ(at))], "o", color=GREY, ms=4)
+    middle = float(far), (foot + float(φ(far))) / 2
+    ax.annotate(f"{float(φ(far)) - foot:.3f}", middle, (8, 0), textcoords="offset points", color=RED, va="center")
 
 
 def _labels(ax: Axes, names: tuple[str, str], at: tuple[Tensor, Tensor]) -> None:
@@ -76,7 +82,7 @@ def _labels(ax: Axes, names: tuple[str, str], at: tuple[Tensor, Tensor]) -> None
 
 def mirror() -> Figure:
     """Steps that are straight in one chart: up and back in the curve ξ(η), and paths of a Gaussian."""
-    figure = Figure(figsize=(6.4, 2.7), layout="constrained")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.35))
     _staircase(left)
     _paths(right)
@@ -95,17 +101,18 @@ def _staircase(ax: Axes) -> None:
         ax.plot([float(x) for x, _ in corners], [float(y) for _, y in corners], color=RED, lw=1)
         ax.plot([float(new)], [float(p.mean(new))], "o", color=RED, ms=3)
         eta = new
-    ax.axhline(6.0, color=GRAY, lw=1, ls=":")
+    ax.axhline(6.0, color=GREY, lw=1, ls=":")
     ax.set(xlabel="η", ylabel="ξ = ∇log Z(η)", title="gradient in η, step in ξ")
 
 
 def _paths(ax: Axes) -> None:
     """Four descents of KL(p ‖ q) in the half-plane of mean and deviation."""
     for title, colour, path in _descents():
-        ax.plot(*zip(*path, strict=True), "o-", color=colour, ms=2.5, lw=1, label=title)
-    ax.plot(*GOAL, "*", color="black", ms=9)
+        ax.plot(*zip(*path, strict=True), "o-", color=colour, ms=2.5, lw=1)
+        beside = {RED: (0, 10), GREY: (4, -12)}.get(colour, (6, 6))  # none covers a path
+        ax.annotate(title, path[3], beside, textcoords="offset points", color=colour, fontsize=8)
+    ax.plot(*GOAL, "*", color=GREY, ms=9)
     ax.set(xlabel="μ", ylabel="σ", title="the same loss, four ways to step", ylim=(0, None))
-    ax.legend(fontsize=6.5, loc="lower left")
 
 
 def _descents() -> list[tuple[str, str, list[tuple[float, float]]]]:
@@ -132,10 +139,10 @@ def _descents() -> list[tuple[str, str, list[tuple[float, float]]]]:
         return NORMAL.natural(xi + Shorten().share(NORMAL.mean_domain, xi, v, "ξ") * v)
 
     steps: list[tuple[str, str, Callable[[Tensor, Tensor], Tensor]]] = [
-        ("(20): ∇ in η, step in ξ", RED, mirrored),
-        ("(21): ∇ in ξ, step in η", BLUE, crossed),
-        ("plain gradient in η", GRAY, plain),
-        ("plain gradient in ξ", "tab:olive", plain_mean),
+        ("∇ in η, step in ξ", RED, mirrored),
+        ("∇ in ξ, step in η", BLUE, crossed),
+        ("plain gradient in η", GREY, plain),
+        ("plain gradient in ξ", style.COLOURS["gradient descent"], plain_mean),
     ]
     return [(title, colour, _path(by_eta, step)) for title, colour, step in steps]
 

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import natgrad as ng
+from examples.gallery import style
 from natgrad.errors import DomainError
 from natgrad.families import ExponentialFamily
 
@@ -205,16 +206,17 @@ def curves(problem: Problem, stream: Stream, rates: tuple[float, ...]) -> list[C
 def draw(found: list[Curve], path: Path) -> None:
     """One panel per problem."""
     problems = list(dict.fromkeys(curve.problem for curve in found))
-    with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
-        figure = Figure(figsize=(3.2 * len(problems), 2.5), layout="constrained")
+    methods = {"mirror descent": "natural gradient", "SGD": "gradient descent", "Adam": "AdamW"}
+    with matplotlib.rc_context(style.LOOK):
+        figure = Figure(figsize=(4.8 * len(problems), 3.2), layout="constrained")
         for ax, problem in zip(figure.subplots(1, len(problems), squeeze=False).flatten(), problems, strict=True):
             for curve in (c for c in found if c.problem == problem):
-                ax.plot(curve.looks, curve.error, label=f"{curve.arm}, {curve.settings}")
-            ax.axhline(1.0, color="black", lw=1, ls=":")
+                ax.plot(curve.looks, curve.error, label=curve.arm, color=style.COLOURS[methods.get(curve.arm, "exact")])
+            ax.axhline(1.0, color=style.GREY, lw=1, ls=":", label="_")
             ax.set(xscale="log", yscale="log", title=problem, xlabel="data seen, k")
-            ax.legend(fontsize=6)
+            style.name_lines(ax)
         figure.supylabel("error / Cramér–Rao bound")
-        figure.savefig(path, metadata={"Date": None})
+        style.save(figure, path, "Error over the Cramér–Rao bound against data seen")
 
 
 def study(steps: int, replicas: int, rates: tuple[float, ...] = RATES) -> list[Curve]:

@@ -17,6 +17,7 @@ import argparse
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -24,12 +25,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from examples.gallery import style
 from experiments.files import markdown_table
 
 SIZE, STEPS = 400, 300
 BATCHES = (1, 10, 100, 1000)
 POWERS = tuple(k / 16 for k in range(17))
-SHADES = ("0.8", "tab:orange", "tab:red", "tab:purple", "tab:blue")
+# From the colour of gradient descent to that of the natural gradient.
+SHADES = (style.COLOURS["gradient descent"], "#8f809a", "#a9798a", "#c97660", style.COLOURS["natural gradient"])
 
 
 def schedule(step: int, steps: int = STEPS) -> float:
@@ -91,15 +94,13 @@ def draw(folder: Path) -> Path:
     """The figure, as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "powers.svg"
-    with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
-        figure = Figure(figsize=(7.6, 2.6), layout="constrained")
+    with matplotlib.rc_context(style.LOOK):
+        figure = Figure(figsize=(10.4, 3.4), layout="constrained")
         left, middle, right = figure.subplots(1, 3)
-        for ax in (middle, right):
-            ax.spines[["top", "right"]].set_visible(False)
         _balls(left)
         _noise(middle)
         _ends(right)
-        figure.savefig(path, metadata={"Date": None})
+        style.save(figure, path, "Unit balls of powers of a metric; the noise of a step; the loss after many steps")
     return path
 
 
@@ -115,11 +116,19 @@ def _balls(ax: Axes) -> None:
         v = v / (ω @ v).sqrt()
         ax.plot(*_points(ball), color=colour, lw=1)
         ax.annotate("", tuple(v.tolist()), (0, 0), arrowprops={"arrowstyle": "->", "color": colour, "lw": 1.2})
-        ax.plot([], [], color=colour, label=f"p = {power:g}")
+        if power in (0.0, 1.0):
+            ax.annotate(
+                f"p = {power:g}",
+                (float(v[0]), float(v[1])),
+                (4, 4),
+                textcoords="offset points",
+                color=colour,
+                fontsize=9,
+            )
     ax.set(title="unit balls of $G^p$, and steps", aspect="equal", xlim=(-2.0, 2.0), ylim=(-2.0, 2.0))
     ax.set_xticks([])
     ax.set_yticks([])
-    ax.legend(frameon=False, fontsize=6, loc="lower left", handlelength=1)
+    ax.spines[["left", "bottom"]].set_visible(False)
 
 
 def _points(curve: Tensor) -> tuple[list[float], list[float]]:
@@ -132,18 +141,23 @@ def _noise(ax: Axes) -> None:
     h = torch.logspace(-4, 0, 41, dtype=torch.float64)
     for power, colour in zip((0.0, 0.25, 0.5, 0.75, 1.0), SHADES, strict=True):
         ax.loglog(h.tolist(), (h ** (0.5 - power)).tolist(), color=colour, lw=1.2)
+        side = ("top", -5) if power < 0.5 else ("bottom", 4)
+        start = 1e-4, 1e-4 ** (0.5 - power)
+        look: Any = {"textcoords": "offset points", "va": side[0], "color": colour, "fontsize": 9}
+        ax.annotate(f"p = {power:g}", start, (0, side[1]), **look)
     ax.set(title="noise of a step, $h^{½ - p}$", xlabel="eigenvalue h of G")
 
 
 def _ends(ax: Axes) -> None:
     """What is left of the loss, over what the best power leaves."""
-    for batch, colour in zip(BATCHES, ("0.7", "tab:orange", "tab:red", "tab:blue"), strict=True):
+    for batch, colour in zip(BATCHES, (SHADES[0], *SHADES[2:]), strict=True):
         least = remaining(best(batch), batch)
-        ax.plot(POWERS, [remaining(p, batch) / least for p in POWERS], color=colour, label=f"B = {batch}", lw=1.2)
-        ax.plot([best(batch)], [1.0], "o", color=colour, ms=4)
+        losses = {p: remaining(p, batch) / least for p in POWERS if remaining(p, batch) < 3 * least}
+        ax.plot([*losses], [*losses.values()], color=colour, label=f"B = {batch}", lw=1.2)
+        ax.plot([best(batch)], [1.0], "o", color=colour, ms=4, label="_")
     ax.set(title="loss over that of the best power", xlabel="power p", ylim=(0.95, 3.0))
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
-    ax.legend(frameon=False, fontsize=6.5)
+    style.name_lines(ax)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -22,6 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.harness import machine
+from examples.gallery import style
 from experiments.files import commit
 from experiments.regression_configs import (
     CONFIGS,
@@ -39,7 +40,6 @@ from experiments.regression_record import CONFIRM, CONTEST, MATCHED, SWEEP, TUNE
 
 REAL = ("concrete", "energy", "yacht", "kin8nm")
 NOISY = ("concrete", "energy")
-COLOURS = ("tab:gray", "tab:blue", "tab:red")
 SWEPT = ("energy", "energy, noise 1", "sines, noise 1")
 
 
@@ -149,33 +149,33 @@ def _machine() -> dict[str, Any]:
 
 def draw(record: Record, found: dict[str, Any], folder: Path) -> list[Path]:
     """Error against seconds, and error against ν and ℓ."""
-    with matplotlib.rc_context({"font.size": 8}):
+    with matplotlib.rc_context(style.LOOK):
         figures = {"contest": _draw_contest(record), "sweep": _draw_sweep(found["sweep"])}
-        paths = []
+        titles, paths = {"contest": "Test error against seconds", "sweep": "Test error against ν and ℓ"}, []
         for name, figure in figures.items():
-            paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], dpi=88)
+            paths.append(folder / f"{name}.svg")
+            style.save(figure, paths[-1], titles[name])
     return paths
 
 
 def _draw_contest(record: Record) -> Figure:
     """The test error at the best validation so far, one panel per problem: median and range over the splits."""
     problems = record.problems(CONTEST)
-    columns = min(4, len(problems))
+    columns = min(3, len(problems))
     rows = -(-len(problems) // columns)
-    figure = Figure(figsize=(2.6 * columns, 2 * rows), layout="constrained")
+    figure = Figure(figsize=(3.6 * columns, 2.6 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax, problem in zip(axes, problems, strict=False):
-        for arm, colour in zip(CONFIGS, COLOURS, strict=True):
+        for arm in CONFIGS:
             seconds, curves = _curves(record, problem, arm)
-            at = list(zip(*curves, strict=True))
+            at, colour = list(zip(*curves, strict=True)), style.COLOURS[arm.title]
             ax.plot(seconds, [statistics.median(errors) for errors in at], color=colour, label=arm.title)
             ax.fill_between(seconds, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.15)
-        ax.set_title(problem, fontsize=8)
+        ax.set_title(problem)
         ax.set_yscale("log")
+        style.name_lines(ax)
     for ax in axes[len(problems) :]:
         ax.set_axis_off()
-    axes[0].legend(fontsize=7)
     figure.supxlabel("processor seconds")
     figure.supylabel("test error (RMSE), stopped by validation")
     return figure
@@ -193,19 +193,20 @@ def _curves(record: Record, problem: str, arm: type[Config]) -> tuple[list[float
 
 def _draw_sweep(sweep: dict[str, Any]) -> Figure:
     """Test error against the lengthscale, one line per smoothness; Gauss–Newton, the limit ℓ → 0, is dashed."""
-    figure = Figure(figsize=(3 * max(1, len(sweep)), 2.6), layout="constrained")
+    figure = Figure(figsize=(4.2 * max(1, len(sweep)), 3.2), layout="constrained")
     axes = figure.subplots(1, max(1, len(sweep)), squeeze=False)[0]
     for ax, (problem, cell) in zip(axes, sweep.items(), strict=False):
         for i, (nu, errors) in enumerate(zip(cell["nu"], cell["test"], strict=True)):
-            shade = matplotlib.colormaps["viridis"](i / len(SMOOTHNESS))
+            shade = matplotlib.colormaps["viridis"](0.25 + 0.6 * i / len(SMOOTHNESS))
             ax.plot(cell["scale"], errors, "o-", color=shade, markersize=3, label=f"ν = {nu:g}")
-        ax.axhline(cell["Gauss–Newton"], color="tab:blue", linestyle="--", label="Gauss–Newton")
+        limit = [cell["Gauss–Newton"]] * len(cell["scale"])
+        ax.plot(cell["scale"], limit, color=style.COLOURS["Gauss–Newton"], linestyle="--", label="Gauss–Newton")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ax.set_title(problem, fontsize=8)
+        ax.set_title(problem)
         ax.set_xlabel("ℓ over the median distance")
+        style.name_lines(ax)
     axes[0].set_ylabel("test error (RMSE)")
-    axes[0].legend(fontsize=7)
     return figure
 
 

@@ -44,17 +44,39 @@ def test_a_script_draws_its_picture(path: Path, pyplot: object, tmp_path: Path) 
         assert axes.get_title(), "a title says what is drawn; it is what a screen reader reads"
         assert axes.get_legend() is None, "names stand at the lines (style.curves)"
     figure.savefig(tmp_path / "picture.svg", transparent=True)
-    root = ElementTree.parse(tmp_path / "picture.svg").getroot()
-    texts = {
-        "".join(node.itertext()).strip(): node.get("style", "")
+    look_alike(tmp_path / "picture.svg")
+
+
+def look_alike(path: Path) -> None:
+    """Text is text; the name of a method has its colour; there is no legend and no background."""
+    picture = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(picture)
+    texts = [
+        ("".join(node.itertext()).strip(), node.get("style", ""))
         for node in root.iter("{http://www.w3.org/2000/svg}text")
-    }
+    ]
     assert texts, "text is text, and not outlines"
-    for text, look in texts.items():
+    for text, look in texts:
         if (colour := style.COLOURS.get(text)) is not None:
             assert f"fill: {colour}" in look, f"{text} has the colour {look}, not {colour}"
-    white = re.search(r"fill: #ffffff", (tmp_path / "picture.svg").read_text(encoding="utf-8"))
-    assert white is None, "no background: the page may be dark"
+    assert 'id="legend' not in picture, "names stand at the lines (style.name_lines)"
+    assert "fill: #ffffff" not in picture, "no background: the page may be dark"
+
+
+DOCUMENTS = sorted([*(ROOT / "docs" / "figures").glob("*"), *(ROOT / "experiments" / "results").rglob("*.svg")])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_the_figures_of_the_documents_look_alike_and_have_a_title(path: Path) -> None:
+    assert path.suffix == ".svg"
+    look_alike(path)
+    assert re.search(r"<title>\S.*</title>", path.read_text(encoding="utf-8")), "for screen readers"
+
+
+def test_every_method_has_one_colour_and_is_drawn_somewhere() -> None:
+    drawn = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    for name in ("ng.Natural", "Muon", "SOAP", "KL-Shampoo", "AdamW", "K-FAC", "Gauss–Newton", "L-BFGS"):
+        assert f">{name}</text>" in drawn
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem.removeprefix("plot_"))

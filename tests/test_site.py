@@ -70,49 +70,32 @@ def test_signs_of_mathematics_are_no_markup(stage: Any, prose: str, markup: str)
     assert stage.escape(prose) == markup
 
 
-START = [
-    "install",
-    "five_minutes",
-    "which_method",
-    "three_knobs",
-    "when_it_fails",
-    "faq",
-    "citing",
-    "glossary",
-    "evidence",
+# Studies and records, which may be as long as they are; the bibliography; what contributors read.
+EVIDENCE = {"benchmarks", "cifar", "cifar_record", "least_squares_scipy", "pde_results", "races", "sobolev_study"}
+PAGES = [
+    page
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if page.stem not in EVIDENCE | {"architecture", "references", "index"}
 ]
-GUIDES = [
-    "kfac",
-    "kfac_layers",
-    "kfac_in_training",
-    "losses",
-    "losses_in_training",
-    "least_squares",
-    "pde",
-    "pde_operators",
-]
-GUIDES += [
-    "constraints",
-    "wavefunctions",
-    "families",
-    "vi",
-    "invariance",
-    "sobolev",
-    "idea",
-    "powers",
-    "charts",
-    "functionspace",
-]
-PAGES = [ROOT / "docs" / f"{name}.md" for name in START]
-PAGES += [ROOT / "docs" / f"{name}.md" for name in GUIDES]
-PAGES += sorted(page for folder in ("loops", "coming_from") for page in (ROOT / "docs" / folder).glob("*.md"))
+
+
+def words(page: Path) -> int:
+    return len(re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8")).split())
+
+
+@pytest.mark.parametrize(("captions", "most"), [(("Guides", "Look and understand"), 25_000), (("Start",), 3_000)])
+def test_what_a_user_reads_is_no_book(captions: tuple[str, ...], most: int) -> None:
+    trees = re.findall(r":caption: ([^\n]+)\n\n(.*?)```", INDEX, re.DOTALL)
+    read = [name for caption, tree in trees if caption in captions for name in tree.split() if name != "gallery/index"]
+    assert len(read) > 5
+    assert sum(words(ROOT / "docs" / f"{name}.md") for name in read) < most
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert len(text.split()) < 1800
-    prose = re.sub(r"```.*?```|\$\$.*?\$\$", "", text, flags=re.DOTALL)
+    assert words(page) < 1800
+    prose = re.sub(r"```.*?```|\$\$.*?\$\$|<!--.*?-->", "", text, flags=re.DOTALL)
     paragraphs = [p for p in prose.split("\n\n") if not p.lstrip().startswith(("|", "#", "- ", "!"))]
     sentences = [s.split() for p in paragraphs for s in re.split(r"(?<=[.!?:])\s+", re.sub(r"\]\([^)]*\)", "]", p))]
     long = [sentence for sentence in sentences if len(sentence) > 25]

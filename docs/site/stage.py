@@ -61,7 +61,10 @@ def stage_page(path: Path, name: str, source: Path) -> None:
         if not target.is_file():
             return link[0]
         if target.suffix == ".md":  # a record: a page that no list of pages has
-            write(source / "records" / target.name, f"---\norphan: true\n---\n\n{target.read_text(encoding='utf-8')}")
+            write(
+                source / "records" / target.name,
+                f"---\norphan: true\n---\n\n# {target.stem}\n\n{target.read_text(encoding='utf-8')}",
+            )
             return f"{link[1]}{os.path.relpath(Path('records') / target.name, here)}{link[3]}"
         copy = target.relative_to(DOCS if target.is_relative_to(DOCS) else ROOT)
         copy = copy if target.is_relative_to(DOCS) else "files" / copy

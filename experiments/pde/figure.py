@@ -10,16 +10,17 @@ import torch
 from matplotlib.figure import Figure
 
 import natgrad as ng
+from examples.gallery import style
 from experiments.pde.problems import PROBLEMS
 
 FIGURE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "pde.svg"
 _PIXELS = 64
-_COLOURS = {"natgrad": "tab:red", "adam": "tab:gray", "lbfgs": "tab:blue", "engd": "tab:green"}
-_TITLES = {
-    "natgrad": "ng.LeastSquares",
-    "adam": "Adam, best rate",
-    "lbfgs": "L-BFGS",
-    "engd": "energy natural gradient",
+# The method of the style and the words at the line.
+_SOLVERS = {
+    "natgrad": ("Gauss–Newton", "ng.LeastSquares"),
+    "adam": ("AdamW", "Adam, best rate"),
+    "lbfgs": ("L-BFGS", "L-BFGS"),
+    "engd": ("natural gradient", "energy natural gradient"),
 }
 
 
@@ -33,24 +34,23 @@ def draw(results: Path, path: Path = FIGURE, *, steps: int = 150) -> None:
     with torch.no_grad():
         u = net(x).view(_PIXELS, _PIXELS).T
         gap = (u - problem.solution(x).view(_PIXELS, _PIXELS).T).abs()
-    with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
-        figure = Figure(figsize=(8.4, 2.6), layout="constrained")
+    with matplotlib.rc_context(style.LOOK):
+        figure = Figure(figsize=(10.4, 3.2), layout="constrained")
         left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.35])
         for axes, values, title in ((left, u, "u(x, y)"), (middle, gap, "|u − sin πx sin πy|")):
             image = axes.imshow(values.tolist(), origin="lower", extent=(0, 1, 0, 1), cmap="viridis")
             figure.colorbar(image, ax=axes, shrink=0.75)
-            axes.set_title(title, fontsize=8)
+            axes.set_title(title)
             axes.set_xticks([0, 1])
             axes.set_yticks([0, 1])
-        for solver, colour in _COLOURS.items():
+        for solver, (method, label) in _SOLVERS.items():
             for at, (seconds, errors) in enumerate(curves(results / problem.name, solver)):
-                label = _TITLES[solver] if at == 0 else None
-                right.semilogy(seconds, errors, color=colour, linewidth=1.0, alpha=0.8, label=label)
+                look = {"color": style.COLOURS[method], "label": None if at else label}
+                right.semilogy(seconds, errors, linewidth=1.0, alpha=0.8, **look)
         right.set_xlabel("seconds of one core")
-        right.set_title("relative L² error", fontsize=8)
-        right.legend(frameon=False, fontsize=7)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        right.set_title("relative L² error (lower is better)")
+        style.name_lines(right)
+        style.save(figure, path, "A solution, its error, and the error against seconds")
 
 
 def curves(folder: Path, solver: str) -> list[tuple[list[float], list[float]]]:

@@ -411,12 +411,12 @@ _BASELINES = (
     ("baseline_scale", "amari_scaled", "tenths"),
     ("baseline_lr_scale", "amari_scaled", "fifths"),
 )
-# The name of our picture, the number in the paper, images, curves, and what the paper says.
+# The number in the paper, images, curves, and what the paper says.
 PAPER_FIGURES = (
-    ("paper", "1", "cifar10", _OURS, 'final test "similar", "a clear advantage regarding convergence speed"'),
-    ("paper", "2", "cifar100", _OURS, 'the same, "with the margin increased"'),
-    ("baselines", "3", "cifar10", _BASELINES, 'the other three "cannot bring any benefit to the baseline"'),
-    ("baselines", "4", "cifar100", _BASELINES, "the same"),
+    ("1", "cifar10", _OURS, 'final test "similar", "a clear advantage regarding convergence speed"'),
+    ("2", "cifar100", _OURS, 'the same, "with the margin increased"'),
+    ("3", "cifar10", _BASELINES, 'the other three "cannot bring any benefit to the baseline"'),
+    ("4", "cifar100", _BASELINES, "the same"),
 )
 
 
@@ -424,7 +424,7 @@ def paper_figures(runs: Runs) -> str:
     """Figures 1 to 4 of the paper: what it prints beside them, and the same curves here."""
     rows = []
     coming = {(run.name.dataset, run.name.arm, run.name.schedule) for run in plan()}
-    for _, figure, dataset, curves, printed in PAPER_FIGURES:
+    for figure, dataset, curves, printed in PAPER_FIGURES:
         for at, (label, arm, schedule) in enumerate(curves):
             names = [figure, NAMES[dataset], "" if at else printed, f"{label}: {TITLES[arm]}, {schedule}"]
             side = runs.side(dataset, arm, (schedule,))

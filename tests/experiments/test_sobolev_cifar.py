@@ -256,7 +256,7 @@ def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) 
     assert [asdict(p) for p in again[2].history] == [pytest.approx(asdict(p), rel=1e-5) for p in records[2].history]
 
 
-def test_there_are_pictures_of_every_schedule_of_the_paper_and_of_the_lead(tmp_path: Path) -> None:
+def test_there_are_pictures_of_every_schedule_and_of_the_lead(tmp_path: Path) -> None:
     one = [curve(arm, seed, [2.0, 1.0], [0.3, 0.5]) for arm in ("amari", "sobolev") for seed in (0, 1)]
     records = [*one, *(replace(record, name=replace(record.name, schedule="fifths")) for record in one)]
     write_timing(tmp_path, {"amari": 3.0, "sobolev": 3.2})
@@ -264,7 +264,7 @@ def test_there_are_pictures_of_every_schedule_of_the_paper_and_of_the_lead(tmp_p
     assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
     names = [path.name for path in draw(found, tmp_path)]
     schedules = ["cifar10-tenths.svg", "cifar10-fifths.svg"]
-    assert names == [*schedules, "cifar10-paper.svg", "cifar10-baselines.svg", "lead.svg"]
+    assert names == [*schedules, "lead.svg"]
     assert all(0 < (tmp_path / name).stat().st_size < 200_000 for name in names)
 
 
