@@ -40,7 +40,8 @@ class Relative:
         also what only rounding keeps from it (``is_rounding``): a parameter of ``Diagonal``, a block of ``BlockDense``,
         or a group of a layer, such as the keys of an attention.
 
-        That is a mean second moment of at most (64 ε)² of the largest (6·10⁻¹¹ in single precision, 2·10⁻²⁸ in double).
+        That is a mean second moment of at most (64 ε)² of the largest (6·10⁻¹¹ in single precision, 2·10⁻²⁸ in double);
+        ``opt.diagnostics()`` names the layers of K-FAC that stand still for it.
         So are factors whose λ is below the smallest normal number, 10⁻³⁸ in single precision: gradients have vanished
         there.
 

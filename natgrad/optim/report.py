@@ -334,7 +334,8 @@ class Health:
     """One layer. ``share`` = λ/(λ + the mean eigenvalue of S ⊗ A): how much of the damped metric is damping.
 
     ``damped``: the condition of what is inverted, (S + √λ/π) ⊗ (A + π√λ) or G + λ, to its power. ``step``: √(δᵀGδ) of
-    the last step δ on this layer. Parameters without a layer rule have no factors, and only a step.
+    the last step δ on this layer. Parameters without a layer rule have no factors, and only a step. ``still``: how many
+    groups do not move, since their gradients are rounding beside the largest and the damping is relative.
     """
 
     names: tuple[str, ...]
@@ -342,6 +343,7 @@ class Health:
     factors: Mapping[str, Side]
     share: float | None = None
     damped: float | None = None
+    still: int = 0
 
 
 @final
@@ -377,6 +379,7 @@ class Diagnostics:
             of |= {f"rank_deficit_{key}": side.deficit for key, side in layer.factors.items()}
             if layer.factors:
                 of |= {"dead_units": layer.factors["S"].dead, "dead_inputs": layer.factors["A"].dead}
+                of |= {"groups_still": layer.still}
             of |= {} if layer.share is None else {"damping_share": layer.share}
             out |= {f"layer/{layer.names[0]}/{key}": value for key, value in {**of, "step_length": layer.step}.items()}
         return out
@@ -385,6 +388,8 @@ class Diagnostics:
         heads = ("parameters", "cond S", "cond A", "damped", "damping", "rank S", "rank A", "dead units", "step")
         cells = [_cells(layer) for layer in self.layers]
         lines = _table(heads, cells, left=1)
+        if still := [layer.names[0] for layer in self.layers if layer.still]:
+            lines.append(f"no step where gradients are rounding beside the largest: {', '.join(still)}")
         refused = "" if self.accepted else ", which was refused"
         length = f"last step{refused}: √(δᵀGδ) = {self.step:.3g}"
         if self.metric_age is None or self.inverse_age is None:
@@ -426,9 +431,9 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
 
 
 def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float, eps: float) -> Health:
-    mean = float(layer.values.mean())
+    mean, still = float(layer.values.mean()), 0
     if isinstance(damping, Relative):
-        ε = damping.epsilon
+        ε, still = damping.epsilon, int(layer.is_zero.sum())
         shifts = {key: (ε * d.mean()).expand(len(d)) for key, d in layer.diagonals.items()}
         λ, share = ε * mean, ε / (1 + ε)
     else:
@@ -439,7 +444,7 @@ def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float,
     sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key], eps) for key in shifts}
     by_factors = factored or isinstance(damping, Relative)
     damped = sides["S"].damped * sides["A"].damped if by_factors else _condition(layer.values.flatten(1), λ)
-    return Health(layer.names, step, sides, share, damped**power)
+    return Health(layer.names, step, sides, share, damped**power, still)
 
 
 def _side(values: Tensor, diagonal: Tensor, shift: Tensor, eps: float) -> Side:

@@ -418,6 +418,7 @@ class LayerSpectrum:
     factors: Mapping[str, Tensor]  # [c d], ascending
     diagonals: Mapping[str, Tensor]  # [c d], of the factors
     values: Tensor  # [c o i]
+    is_zero: Tensor  # [c], of which groups the gradients are rounding beside the largest
 
 
 class LayerOperator(Operator):
@@ -705,11 +706,12 @@ class LayerOperator(Operator):
 
     def layer_spectra(self) -> Iterator[LayerSpectrum]:
         """The eigenvalues of the factors of every layer."""
+        zeros = self.zero_groups
         for b, block in enumerate(self.blocks):
             s, a = self.left[b].double(), self.right[b].double()
             factors = {"S": eigenvalues(s), "A": eigenvalues(a)}
             values = self.layer_values(b, factors["S"], factors["A"])
-            yield LayerSpectrum(block.names, factors, {"S": diagonal(s), "A": diagonal(a)}, values)
+            yield LayerSpectrum(block.names, factors, {"S": diagonal(s), "A": diagonal(a)}, values, zeros[b])
 
     def tensors(self) -> dict[str, Tensor]:
         """A layer that no pass has used has a mark in place of its tensors."""

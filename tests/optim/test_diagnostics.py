@@ -116,6 +116,23 @@ def test_an_estimate_out_of_turn_is_new() -> None:
     assert opt.diagnostics().metric_age == 0
 
 
+def test_layers_that_stand_still_are_told() -> None:
+    """With relative damping, where gradients are rounding beside the largest: here 10⁻¹⁵ of them."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    with torch.no_grad():
+        model[2].weight.mul_(1e-15)  # type: ignore[operator]
+    for damping, still in ((ng.Relative(1e-2), 1), (1e-2, 0)):
+        opt = ng.KFAC(copy.deepcopy(model), ng.Euclidean(), damping=damping)
+        opt.tracker.module(normal(9, 3)).square().sum().backward()
+        before = [p.detach().clone() for p in opt.tracker.module.parameters()]
+        opt.step()
+        found = opt.diagnostics()
+        moved = [not torch.equal(p, q) for p, q in zip(opt.tracker.module.parameters(), before, strict=True)]
+        assert [layer.still for layer in found.layers] == [still, 0]
+        assert moved == [not still, not still, True, True]
+        assert ("rounding beside the largest: 0.weight" in str(found)) == bool(still)
+
+
 def test_dead_units_and_missing_ranks_are_counted() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double())
     with torch.no_grad():
