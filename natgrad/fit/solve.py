@@ -18,7 +18,7 @@ from natgrad.accelerate.devices import in_transform
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.fit.fits import Fits, Rules
 from natgrad.fit.losses import RobustLoss
-from natgrad.fit.residual_function import FlatUnknowns, ResidualFunction, Unknowns
+from natgrad.fit.residual_function import Calls, FlatUnknowns, ResidualFunction, Unknowns
 from natgrad.fit.result import FitResult, Iterate, Status
 from natgrad.fit.sensitivity import differentiable
 from natgrad.fit.trust_region import minimise
@@ -100,9 +100,10 @@ def least_squares(
     _refuse_transforms(args)
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     flat = FlatUnknowns(unknowns, batch, _fixed(fixed, unknowns, batch))
-    residuals = ResidualFunction(fun, flat, held)
     x = flat.select(flat.start).clone()  # a fit that ends at x0 does not return x0 itself
-    residuals.allow(1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev))
+    residuals = ResidualFunction(
+        fun, flat, held, Calls(1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev))
+    )
     if batch:
         _check_args(args, len(x))
     lower, upper = _box(bounds, flat, x)
@@ -121,9 +122,9 @@ def least_squares(
     watch = _watch(callback, residuals)
     try:
         fits = minimise(residuals, x, robust, rules, watch)
-        calls = residuals.calls
+        calls = residuals.calls.count
         if residuals.confirm(fits.x, fits.f, fits.J):
-            fits.nfev = fits.nfev + (residuals.calls - calls)
+            fits.nfev = fits.nfev + (residuals.calls.count - calls)
         else:  # fun is not what its first values have shown
             fits = minimise(residuals, fits.x, robust, rules, watch)
     except RuntimeError as error:
@@ -187,7 +188,7 @@ def _watch(callback: Callable[..., Any] | None, residuals: ResidualFunction) -> 
         try:
             if takes_all:
                 cost, fun = fits.cost[0], fits.f.view(residuals.shape)
-                callback(intermediate_result=Iterate(x, cost, fun, nit, residuals.calls))
+                callback(intermediate_result=Iterate(x, cost, fun, nit, residuals.calls.count))
             else:
                 callback(x)
         except StopIteration:

@@ -65,7 +65,7 @@ def minimise(
             fits.stop(rows >= 0, Status.SPENT)
         running = fits.status == Status.RUNNING
         if not bool(running.all()):
-            fits.nfev = torch.full_like(fits.nfev, residuals.calls)
+            fits.nfev = torch.full_like(fits.nfev, residuals.calls.count)
             fits.njev = torch.full_like(fits.njev, jacobians)
             if fits is not whole:
                 ended = (~running).nonzero().squeeze(-1)
