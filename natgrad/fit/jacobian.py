@@ -7,22 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar, final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError, MemoryBoundError, SingularMetricError
+from natgrad.fit.triangle import TriangularLeastSquares
 from natgrad.linalg import check_finite, check_positive, eigh, eigvalsh, svd
 from natgrad.pullbacks.pullback import Pullback
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, averaged
+from natgrad.structures.base import Layout, RootedOperator, Structure, averaged
 from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit, ImplicitOperator
 from natgrad.structures.kernel import Kernel, RowStack
 
-_Value = TypeVar("_Value")
+Solve: TypeAlias = Callable[[Tensor], Tensor]  # ω [p] ↦ (G + λ)⁻¹ω
+
 _REFINED = 2  # steps of iterative refinement
 _DEFAULT_CG = CG(tol=1e-10, max_steps=1000)  # one for all steps: it says once that it was cut short
 _TRIANGULAR = 512  # parameters, up to which a QR is affordable in every step
@@ -56,7 +58,8 @@ class ColumnSpectrum:
     def of_square(G: Tensor, m: int) -> ColumnSpectrum:
         """From G = JᵀJ [p p], summed over m rows: what is below the root of the rounding of G counts as zero."""
         rounding = max(m, len(G)) * torch.finfo(G.dtype).eps
-        lengths = _nonzero(G.double().diagonal().clamp(min=0).sqrt())
+        lengths = G.double().diagonal().clamp(min=0).sqrt()
+        lengths = torch.where(lengths > 0, lengths, 1.0)
         squares, V = eigh(G.double() / lengths / lengths.unsqueeze(1), "JᵀJ")
         return ColumnSpectrum(lengths, torch.where(squares > rounding * squares[-1:], squares, 0.0).sqrt(), V)
 
@@ -73,18 +76,6 @@ class ColumnSpectrum:
         """B [* n k] with the pseudo-inverse B Bᵀ of JᵀJ, on unknowns that the residuals determine."""
         inverse = torch.where(self.values > 0, 1 / self.values, 0.0)
         return self.vectors * inverse.unsqueeze(-2) / self.lengths.unsqueeze(-1)
-
-
-def _nonzero(lengths: Tensor) -> Tensor:
-    return torch.where(lengths > 0, lengths, 1.0)
-
-
-def _latest(cache: dict[float, _Value], damping: float, factor: Callable[[], _Value]) -> _Value:
-    """What was factored for this damping last, or now."""
-    if damping not in cache:
-        cache.clear()
-        cache[damping] = factor()
-    return cache[damping]
 
 
 class ResidualJacobian(ABC):
@@ -125,10 +116,9 @@ class ResidualJacobian(ABC):
         J = self.formed() if self.operator.layout.size <= min(_TRIANGULAR, len(t) - 1) else None
         if J is None:
             return None
-        Q, R = torch.linalg.qr(J / _nonzero(J.norm(dim=0)))  # the rank does not depend on the units of parameters
-        U, s, _ = svd(R, "the Jacobian")
-        regular = s > len(J) * torch.finfo(s.dtype).eps * s[:1]
-        return float(((t @ Q) @ U).square()[regular].sum())
+        lengths = J.norm(dim=0)  # the rank does not depend on the units of parameters
+        problem = TriangularLeastSquares.of((J / (lengths + (lengths == 0))).unsqueeze(0), t.unsqueeze(0))
+        return 2 * float(problem.decrease(problem.shortest()))
 
     def push(self, v: Tensor) -> Tensor:
         """J v [m]."""
@@ -197,7 +187,6 @@ class DenseJacobian(ResidualJacobian):
     """
 
     rows: RowStack
-    _factors: dict[float, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def operator(self) -> RowStack:
@@ -235,49 +224,12 @@ class DenseJacobian(ResidualJacobian):
                 v = v + self._normal.solve(self.pull(t - self.push(v)) - damping * v, damping)
             return v
         Q, R = self._qr
-        if damping == 0:
-            U, s, V = svd(R, "the Jacobian")
-            regular = s > max(self.matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
-            return V.T @ (torch.where(regular, (U.T @ (t @ Q)) / torch.where(regular, s, 1.0), 0.0))
-        above, triangle = self._damped(damping)
-        return torch.linalg.solve_triangular(triangle, (above.T @ (t @ Q)).unsqueeze(1), upper=True).squeeze(1)
-
-    def _damped(self, damping: float) -> tuple[Tensor, Tensor]:
-        """The rows of Q̂ beside R, and R̂, of [R; √λ] = Q̂R̂."""
-
-        def factor() -> tuple[Tensor, Tensor]:
-            R = self._qr[1]
-            below = math.sqrt(damping) * torch.eye(R.shape[1], dtype=R.dtype, device=R.device)
-            inner, triangle = torch.linalg.qr(torch.cat([R, below]))
-            return inner[: len(R)], triangle
-
-        return _latest(self._factors, damping, factor)
+        problem = TriangularLeastSquares(R.unsqueeze(0), -(t @ Q).unsqueeze(0))
+        root = R.new_full((1, R.shape[1]), math.sqrt(damping))
+        return (problem.damped(root) if damping > 0 else problem.shortest()).squeeze(0)
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         return self._normal.solve(ω, damping)
-
-
-@final
-@dataclass(frozen=True)
-class NormalJacobian(ResidualJacobian):
-    """For so many rows that J does not fit: G = JᵀJ [p p], summed over chunks of points, and J by products.
-
-    The condition number is that of J squared: λ is at least the rounding of G.
-    """
-
-    exact: ImplicitOperator
-    normal: DampedFactor
-    count: int  # of rows
-
-    @property
-    def operator(self) -> ImplicitOperator:
-        return self.exact
-
-    def sharp(self, ω: Tensor, damping: float) -> Tensor:
-        return self.normal.solve(ω, damping)
-
-    def spectrum(self) -> ColumnSpectrum:
-        return ColumnSpectrum.of_square(self.normal.G, self.count)
 
 
 @final
@@ -296,40 +248,49 @@ class DampedFactor:
 
     def solve(self, ω: Tensor, damping: float) -> Tensor:
         λ = max(damping, self.rounding)
-        factor = _latest(self._factors, λ, lambda: positive_factor(self.G, λ))
-        return torch.cholesky_solve(ω.unsqueeze(1), factor).squeeze(1)
+        if λ not in self._factors:
+            self._factors.clear()
+            self._factors[λ] = self._factored(λ)
+        return torch.cholesky_solve(ω.unsqueeze(1), self._factors[λ]).squeeze(1)
 
-
-def positive_factor(matrix: Tensor, damping: float) -> Tensor:
-    """The Cholesky factor of a matrix + λ; where rounding makes that indefinite, at the next λ·4ᵏ where it is not."""
-    damped, added, λ, info = matrix.clone(), 0.0, damping, None
-    while info is None or bool(info):
-        if not λ < math.inf:
-            raise SingularMetricError("the products of the rows of J are not positive at any damping")
-        damped.diagonal().add_(λ - added)
-        factor, info = torch.linalg.cholesky_ex(damped)
-        added, λ = λ, 4 * λ
-    return factor
+    def _factored(self, λ: float) -> Tensor:
+        """The Cholesky factor of G + λ; where rounding makes that indefinite, at the next λ·4ᵏ where it is not."""
+        while λ < math.inf:
+            damped = self.G.clone()
+            damped.diagonal().add_(λ)
+            factor, info = torch.linalg.cholesky_ex(damped)
+            if not bool(info):
+                return factor
+            λ *= 4
+        raise SingularMetricError("the products of the rows of J are not positive at any damping")
 
 
 @final
 @dataclass(frozen=True)
 class StructuredJacobian(ResidualJacobian):
-    """J by products, and (Ĝ + λ)⁻¹ of another structure Ĝ: ``Implicit`` by ``CG``, Kronecker factors by Cholesky."""
+    """J by products, and (Ĝ + λ)⁻¹ of another structure Ĝ: ``Implicit`` by ``CG``, Kronecker factors by Cholesky.
+
+    For so many rows that J does not fit, Ĝ is G = JᵀJ [p p], summed over chunks of points. The condition number is that
+    of J squared: λ is at least the rounding of G.
+    """
 
     exact: ImplicitOperator
-    approximate: Operator  # Ĝ over ``total``
-    total: float  # the sum of the weights
-    solver: Solver
-    _inverses: dict[float, Inverse] = field(default_factory=dict)
+    invert: Callable[[float], Solve]
+    G: Tensor | None = None
+    _inverses: dict[float, Solve] = field(default_factory=dict)
 
     @property
     def operator(self) -> ImplicitOperator:
         return self.exact
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
-        inverse = _latest(self._inverses, damping, lambda: self.solver.init(self.approximate, damping / self.total))
-        return inverse.solve(ω / self.total)
+        if damping not in self._inverses:
+            self._inverses.clear()
+            self._inverses[damping] = self.invert(damping)
+        return self._inverses[damping](ω)
+
+    def spectrum(self) -> ColumnSpectrum | None:
+        return None if self.G is None else ColumnSpectrum.of_square(self.G, self.exact.root_columns or 0)
 
 
 def refuse_solver(structure: Structure | None, solver: Solver | None) -> None:
@@ -360,13 +321,20 @@ def jacobian_of(
     pairs = list(zip(pullbacks, weights, strict=True))
     terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
     exact = ImplicitOperator(layout, terms)
-    if isinstance(structure, Implicit):
-        return StructuredJacobian(exact, exact, 1.0, solver or _DEFAULT_CG)
     if isinstance(structure, Dense):
         G = torch.stack([w * structure.estimate(pb).matrix for pb, w in pairs]).sum(0)
-        return NormalJacobian(exact, DampedFactor(G), sizes.m)
-    approximate = averaged([(w, structure.estimate(pb)) for pb, w in pairs])
-    return StructuredJacobian(exact, approximate, sum(weights), solver or Cholesky())
+        normal = DampedFactor(G)
+        return StructuredJacobian(exact, lambda λ: lambda ω: normal.solve(ω, λ), G)
+    if isinstance(structure, Implicit):
+        products = solver or _DEFAULT_CG
+        return StructuredJacobian(exact, lambda λ: products.init(exact, λ).solve)
+    total, mean, direct = sum(weights), averaged([(w, structure.estimate(pb)) for pb, w in pairs]), solver or Cholesky()
+
+    def invert(λ: float) -> Solve:
+        inverse = direct.init(mean, λ / total)
+        return lambda ω: inverse.solve(ω / total)
+
+    return StructuredJacobian(exact, invert)
 
 
 @final

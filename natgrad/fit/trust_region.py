@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from natgrad.fit.fits import Fits, Rules
-from natgrad.fit.linearised import Linearised, TriangularLeastSquares
+from natgrad.fit.linearised import Linearised
 from natgrad.fit.losses import RobustLoss
 from natgrad.fit.residual_function import ResidualFunction
 from natgrad.fit.result import Status
+from natgrad.fit.triangle import TriangularLeastSquares
 
 _SURE = 0.1  # of the size of x: a longer first step is taken only if its model is right; it could mix up two peaks
 _RIGHT = 0.1  # how far the ratio of actual to predicted decrease may be from 1 where the model is right
@@ -107,26 +108,21 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """Try one step of every fit: where it leads, and which fits take it."""
     p, fits.λ = model.within(fits.radius, fits.λ)
-    limited, stretch = fits.λ > 0, _stretch(p, fits) if bool((fits.settled > 0).any()) else None
+    norm, predicted, limited = model.norm, model.promise, fits.λ > 0
+    crawls, stretch = bool(limited.any()), _stretch(p, fits) if bool((fits.settled > 0).any()) else None
     if stretch is not None:
         p = stretch.unsqueeze(-1) * p
     if rules.lower is None:
         trial = fits.x + p / model.D
     else:
         p, trial = model.in_box(p, fits.λ, fits.x, rules)
-    norm, predicted = torch.linalg.vector_norm(p, dim=-1), model.QR.decrease(p)
+    if crawls or stretch is not None or rules.lower is not None:
+        norm, predicted = torch.linalg.vector_norm(p, dim=-1), model.QR.decrease(p)
     f = residuals(trial)
     actual = _decrease(loss, fits.f, f)
     fits.limited = (fits.limited + 1) * limited
-    crawls = (fits.limited >= _CRAWLS) & (actual > -torch.inf)
-    if rules.lower is None and loss.rho is None and residuals.left > 0 and bool(crawls.any()):
-        around = _bent(fits, p, f, crawls)
-        beside = residuals(around)
-        gain = _decrease(loss, fits.f, beside)
-        bent = crawls & (gain > actual)
-        fits.limited = torch.where(crawls & ~bent, 0, fits.limited)  # it is not for a bend that the fit crawls
-        rows = bent.unsqueeze(-1)
-        f, trial, actual = _chosen(rows, beside, f), _chosen(rows, around, trial), torch.where(bent, gain, actual)
+    if crawls and rules.lower is None and loss.rho is None and residuals.left > 0:
+        f, trial, actual = _bent(residuals, fits, loss, p, f, trial, actual)
 
     eps, tiny = torch.finfo(f.dtype).eps, torch.finfo(f.dtype).tiny
     ratio = actual / predicted.clamp(min=tiny)
@@ -153,10 +149,11 @@ def _step(
         unsure = (norm > 1.1 * _SURE * fits.radius) & ((ratio - 1).abs() > _RIGHT)
         taken, radius = taken & ~unsure, torch.where(unsure, _SURE * fits.radius, radius)
     fits.radius = radius
-    if not bool(taken.all()):
-        fits.shortened = fits.shortened + (actual == -torch.inf)
-    rows = taken.unsqueeze(-1)
-    fits.x, fits.f = _chosen(rows, trial, fits.x), _chosen(rows, f, fits.f)
+    if bool(taken.all()):
+        fits.x, fits.f = trial, f
+    else:
+        rows, fits.shortened = taken.unsqueeze(-1), fits.shortened + (actual == -torch.inf)
+        fits.x, fits.f = torch.where(rows, trial, fits.x), torch.where(rows, f, fits.f)
     fits.cost = loss.cost(fits.f)
     return trial, taken
 
@@ -166,17 +163,28 @@ def _decrease(loss: RobustLoss, here: Tensor, there: Tensor) -> Tensor:
     return loss.decrease(here, there).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
-def _bent(fits: Fits, p: Tensor, f: Tensor, crawls: Tensor) -> Tensor:
-    """Where the curve leads that a step of a fit in a bent valley starts along, f being the residuals of the step.
+def _bent(
+    residuals: ResidualFunction, fits: Fits, loss: RobustLoss, p: Tensor, f: Tensor, trial: Tensor, actual: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residuals, trial and decrease of steps that follow a bent valley, of fits that crawl, where that is lower.
 
-    Half of its acceleration a, (JᵀJ + λD²)a = −Jᵀr″, is added, with the second derivative r″ along the step
-    (Transtrum and Sethna 2012).
+    Half of the acceleration a of the curve that a step starts along, (JᵀJ + λD²)a = −Jᵀr″, is added to it, with the
+    second derivative r″ of the residuals along the step (Transtrum and Sethna 2012).
     """
+    crawls = (fits.limited >= _CRAWLS) & (actual > -torch.inf)
+    if not bool(crawls.any()):
+        return f, trial, actual
     half = f - fits.f - (fits.J @ (p / fits.D).unsqueeze(-1)).squeeze(-1)  # of r″
     triangle = TriangularLeastSquares.of(fits.J / fits.D.unsqueeze(-2), half)
     bend = triangle.damped(fits.λ.sqrt().unsqueeze(-1).expand_as(p))
     short = torch.linalg.vector_norm(bend, dim=-1) <= _BENT * torch.linalg.vector_norm(p, dim=-1)
-    return fits.x + (p + torch.where((crawls & short).unsqueeze(-1), bend, 0.0)) / fits.D
+    around = trial + torch.where((crawls & short).unsqueeze(-1), bend, 0.0) / fits.D
+    beside = residuals(around)
+    gain = _decrease(loss, fits.f, beside)
+    bent = crawls & (gain > actual)
+    fits.limited = torch.where(crawls & ~bent, 0, fits.limited)  # it is not for a bend that the fit crawls
+    rows = bent.unsqueeze(-1)
+    return _chosen(rows, beside, f), _chosen(rows, around, trial), torch.where(bent, gain, actual)
 
 
 def _stretch(p: Tensor, fits: Fits) -> Tensor:

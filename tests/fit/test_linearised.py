@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.fit.linearised import TriangularLeastSquares
+from natgrad.fit.triangle import TriangularLeastSquares
 from tests.pulled import normal
 
 

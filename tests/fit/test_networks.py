@@ -109,7 +109,7 @@ def test_the_structure_follows_the_sizes_and_the_memory() -> None:
         ((2, 7, 1), 6, 2**32, "DenseJacobian"),
         ((2, 20, 20, 1), 6, 2**32, "KernelJacobian"),
         ((2, 20, 20, 1), 6, 2**12, "StructuredJacobian"),
-        ((2, 7, 1), 30, 2**17, "NormalJacobian"),
+        ((2, 7, 1), 30, 2**17, "StructuredJacobian"),
     ]
     for sizes, n, memory, kind in kinds:
         net = network(*sizes)
