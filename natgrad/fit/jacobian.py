@@ -251,7 +251,8 @@ class DampedFactor:
         if λ not in self._factors:
             self._factors.clear()
             self._factors[λ] = self._factored(λ)
-        return torch.cholesky_solve(ω.unsqueeze(1), self._factors[λ]).squeeze(1)
+        factor = self._factors[λ]
+        return torch.cholesky_solve(ω.unsqueeze(1), factor).squeeze(1)
 
     def _factored(self, λ: float) -> Tensor:
         """The Cholesky factor of G + λ; where rounding makes that indefinite, at the next λ·4ᵏ where it is not."""

@@ -59,10 +59,11 @@ class TriangularLeastSquares:
         return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
 
     def shortest(self) -> Tensor:
-        """p of any R [b k n]: where a pivot is rounding, the shortest of all minima."""
-        k, n = self.R.shape[-2:]
-        lengths, rounding = torch.linalg.vector_norm(self.R, dim=-2), _SINGULAR * torch.finfo(self.z.dtype).eps
-        regular = (self.R.diagonal(dim1=-2, dim2=-1).abs() > rounding * lengths[..., :k]).all(-1) & (k == n)
+        """p of any R [b k n]: where a pivot is rounding, or a column has no square, the shortest of all minima."""
+        (k, n), number = self.R.shape[-2:], torch.finfo(self.z.dtype)
+        lengths, rounding = torch.linalg.vector_norm(self.R, dim=-2)[..., :k], _SINGULAR * number.eps
+        pivots = self.R.diagonal(dim1=-2, dim2=-1).abs()
+        regular = (pivots > rounding * lengths.where(lengths > number.tiny**0.5, torch.inf)).all(-1) & (k == n)
         if bool(regular.all()):
             return self.undamped()
         rows = (~regular).nonzero().squeeze(-1)

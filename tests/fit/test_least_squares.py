@@ -431,6 +431,18 @@ def test_a_minimum_that_is_not_isolated_has_no_derivative() -> None:
         ng.least_squares(lambda x, y: (x[0] + x[1]) * TIMES - y, ones(2), (y,))
 
 
+def test_an_unknown_whose_derivatives_have_no_square_stays_where_it_is() -> None:
+    """The column of x[1] has the length 1e-300, and a part of 1e-308 beside that of x[0]."""
+
+    def fun(x: Tensor) -> Tensor:
+        small = x[1] * torch.exp(-x[0].square())
+        return torch.stack([x[0] - 26.28 + small, 1 + 1e-8 * small])
+
+    fit = ng.least_squares(fun, torch.tensor([26.6, 1.0], dtype=torch.float64), x_scale=1.0)
+    assert fit.success
+    assert fit.x.tolist() == pytest.approx([26.28, 1.0], rel=1e-12)
+
+
 def test_a_step_to_where_residuals_are_not_finite_is_shortened() -> None:
     fit = ng.least_squares(lambda x: torch.log(x) + torch.arange(3, dtype=torch.float64), 5 * ones(3))
     torch.testing.assert_close(fit.x, torch.exp(-torch.arange(3, dtype=torch.float64)), rtol=1e-8, atol=0)
