@@ -106,7 +106,7 @@ from natgrad.structures import LowRank as LowRank
 from natgrad.structures import Nystrom as Nystrom
 from natgrad.structures import Refresh as Refresh
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _NAMESPACES = {"errors", "families", "functionspace", "integrations", "invariance", "mirror", "operators", "optim"}
 _NAMESPACES |= {"output", "pde", "proximal", "pullbacks", "rules", "solve", "step", "structures", "vi", "watch"}

@@ -1,4 +1,4 @@
-"""The errors natgrad raises. Each message says what is wrong, where, and what to do about it."""
+"""The errors natgrad raises, and its warning. A message says what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ class NatgradError(Exception):
     """The base class of errors about mathematics or data.
 
     Wrong calls raise ``TypeError`` or ``ValueError``.
+    """
+
+
+class NatgradWarning(UserWarning):
+    """Something that a user should do or know of, though the computation goes on.
+
+    ``warnings.filterwarnings("error", category=ng.errors.NatgradWarning)`` makes an error of it. What needs no action
+    goes to the log named "natgrad" alone.
     """
 
 

@@ -1,8 +1,10 @@
-"""Messages that are logged once, and short; numbers for a logger."""
+"""Messages: warnings where a user must act, else log records, once and short; numbers for a logger."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
@@ -10,8 +12,33 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from natgrad.errors import NatgradWarning
+
 _log = logging.getLogger("natgrad")
 _NAMED = 4  # how many names a message lists
+_INSIDE = ("natgrad", "torch", "logging", "contextlib")
+
+
+@final
+class Warner(logging.Handler):
+    """Warns of what is logged as a warning, in the user's line: so it can be filtered, or be an error.
+
+    >>> with warnings.catch_warnings(record=True) as seen:
+    ...     warnings.simplefilter("always")
+    ...     _log.warning("%s does not fit", "the key")
+    >>> seen[0].category.__name__, str(seen[0].message)
+    ('NatgradWarning', 'natgrad: the key does not fit')
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Warn."""
+        frame, level = sys._getframe(0).f_back, 2
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(f"natgrad: {record.getMessage()}", NatgradWarning, stacklevel=level)
+
+
+_log.addHandler(Warner(logging.WARNING))
 
 
 @final

@@ -35,6 +35,7 @@ from natgrad.accelerate.modules import (
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 from natgrad.jet import Jet
+from natgrad.log import listed
 
 # Wrappers: torch.compile and DistributedDataParallel.
 #
@@ -427,7 +428,7 @@ def _check_parameters(params: Mapping[str, Tensor], where: str, mixed: bool = Fa
             )
     if first.is_meta:
         raise ValueError(
-            f"{where}: {', '.join(params)} on the meta device, where a tensor has a shape but no numbers. Give them "
+            f"{where}: {listed(params)} on the meta device, where a tensor has a shape but no numbers. Give them "
             "memory and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
         )
 

@@ -198,7 +198,7 @@ LINES: dict[str, int] = {
     "invariance": 606,
     "kernels": 558,
     "mirror": 1062,
-    "natgrad": 2906,
+    "natgrad": 2916,
     "operators": 0,
     "optim": 3162,
     "output": 1245,
