@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -32,7 +32,7 @@ class Warner(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Warn."""
-        frame, level = sys._getframe(0).f_back, 2
+        frame, level = inspect.currentframe(), 1
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
             frame, level = frame.f_back, level + 1
         warnings.warn(f"natgrad: {record.getMessage()}", NatgradWarning, stacklevel=level)

@@ -188,7 +188,7 @@ def test_an_import_loads_no_compiler() -> None:
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
     "accelerate": 2592,
-    "cli": 912,
+    "cli": 916,
     "data": 23,
     "families": 2110,
     "fit": 2079,

@@ -75,11 +75,12 @@ def natgrad(
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Say what is wrong on the command line in one sentence, without a traceback."""
+def told(*also: type[Exception]) -> Iterator[None]:
+    """Say what is wrong on the command line, or ``also`` with a file, in one sentence without a traceback."""
+    expected: tuple[type[Exception], ...] = (UsageError, NatgradError, *also)
     try:
         yield
-    except (UsageError, OSError, NatgradError) as error:
+    except expected as error:
         typer.echo(f"natgrad: {error}", err=True)
         raise typer.Exit(FAILED if isinstance(error, NatgradError) else USAGE) from error
 
@@ -144,7 +145,7 @@ def demo(
     summary.json.
     """
     tasks, to = (digits(), poisson()), console()
-    with told():
+    with told(OSError):
         out.mkdir(parents=True, exist_ok=True)
         share = DEMO_SECONDS if seconds is None and steps is None else seconds
         budget = budget_of(steps, None if share is None else share / sum(t.weight * len(t.optimizers) for t in tasks))
@@ -196,7 +197,8 @@ def compare_(
         if dry_run:
             to.print(f"{function} works with {', '.join(one.name for one in contestants)}.")
             return
-        out.mkdir(parents=True, exist_ok=True)
+        with told(OSError):
+            out.mkdir(parents=True, exist_ok=True)
         with progress(to, lambda: save(so_far, settings, path)) as watch, suppress(KeyboardInterrupt):
             tuned = [*trials(problem, contestants, budget, RATE_SEED, watch, so_far)]
             task = Task(function, problem, {one.title: one for one in tuned}, score_name=score)
@@ -237,7 +239,7 @@ def inspect_(
 
 def write(found: Inspection, title: str, json_: Path | None, html: Path | None) -> None:
     """Write the files that were asked for."""
-    with told():
+    with told(OSError):
         if json_ is not None:
             json_.write_text(json.dumps(found.numbers, indent=1) + "\n", encoding="utf-8")
         if html is not None:

@@ -236,7 +236,9 @@ def resumed(path: Path, settings: dict[str, Any], problem: Callable[[], Problem]
     if not path.exists():
         return Runs()
     record = json.loads(path.read_text(encoding="utf-8"))
-    other = {key: value for key, value in record["settings"].items() if settings.get(key) != value}
+    other = {
+        key: value for key, value in record.get("settings", {"command": None}).items() if settings.get(key) != value
+    }
     if other:
         here = {key: settings.get(key) for key in other}
         raise UsageError(f"{path} is a comparison with {other}, not {here}: give another folder with --out")

@@ -171,10 +171,20 @@ class TestCompare:
         assert "works with ng.Natural, AdamW, Muon" in capsys.readouterr().out
         assert not Path("natgrad-compare").exists()
 
-    def test_what_the_user_function_raises_is_not_hidden(self, tmp_path: Path) -> None:
-        (tmp_path / "mine.py").write_text("def problem(): return 1 / 0", encoding="utf-8")
-        with pytest.raises(ZeroDivisionError):
+    @pytest.mark.parametrize(("body", "error"), [("1 / 0", ZeroDivisionError), ("open('no.csv')", FileNotFoundError)])
+    def test_what_the_user_function_raises_is_not_hidden(
+        self, tmp_path: Path, body: str, error: type[Exception]
+    ) -> None:
+        (tmp_path / "mine.py").write_text(f"def problem(): return {body}", encoding="utf-8")
+        with pytest.raises(error):
             main(["compare", "mine:problem"])
+
+    def test_a_folder_of_something_else_is_left_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("natgrad-compare").mkdir()
+        Path("natgrad-compare/summary.json").write_text('{"seed": 0}', encoding="utf-8")
+        assert main(["compare", "mine:problem"]) == 2
+        assert "give another folder with --out" in capsys.readouterr().err
+        assert Path("natgrad-compare/summary.json").read_text(encoding="utf-8") == '{"seed": 0}'
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
