@@ -63,7 +63,9 @@ def test_every_block_of_the_readme_runs() -> None:
     assert float((model(x_test).argmax(1) == t_test).double().mean()) > 0.95
     assert float(names["ω"] @ names["v"]) > 0  # an ascent vector
     torch.testing.assert_close(names["curve"].x, torch.tensor([3.0, 0.7]), rtol=1e-2, atol=1e-2)
-    assert min(names["test_loss"](names["ng"].Natural, lr) for lr in (0.01, 0.02, 0.04)) < 0.3
+    made, loss, train, test = names["problem"]()
+    for batches in (train, test):
+        assert all(loss(made(inputs), targets).isfinite() for inputs, targets in batches)
 
 
 def test_the_readme_is_short_and_names_only_what_exists() -> None:

@@ -52,6 +52,8 @@ def pages() -> dict[Path, str]:
 def stage_page(path: Path, name: str, source: Path) -> None:
     """Write one page, and copy what it links to."""
     names = {**pages(), ROOT / "README.md": "index.md"}
+    for script in (ROOT / "examples" / "gallery").rglob("plot_*.py"):  # Sphinx makes a page of each
+        names[script] = script.relative_to(ROOT / "examples").with_suffix(".rst").as_posix()
     here = Path(name).parent
 
     def translate(link: re.Match[str]) -> str:
