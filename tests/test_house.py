@@ -191,7 +191,7 @@ LINES: dict[str, int] = {
     "cli": 916,
     "data": 23,
     "families": 2110,
-    "fit": 2079,
+    "fit": 2066,
     "gradients": 1216,
     "functionspace": 1306,
     "integrations": 107,

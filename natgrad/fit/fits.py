@@ -41,7 +41,6 @@ class Fits:
     f: Tensor  # residuals [b m]
     J: Tensor  # [b m n] where it was last computed
     D: Tensor  # scale of the unknowns [b n]: the trust region is ‖Dδ‖ ≤ radius
-    last: Tensor  # the last step of a settled fit, or zeros if it was stretched, damped or refused [b n]
     cost: Tensor  # [b], as all that follows
     radius: Tensor
     λ: Tensor  # of the last step
@@ -56,13 +55,12 @@ class Fits:
 
     @staticmethod
     def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
-        f, zeros = residuals(x), torch.zeros_like(x)
-        far = torch.full_like(x[:, 0], torch.inf)
+        f, far = residuals(x), torch.full_like(x[:, 0], torch.inf)
         names = ("settled", "stalled", "limited", "shortened", "status", "nfev", "njev")
         counts: dict[str, Any] = {name: torch.zeros_like(far, dtype=torch.int64) for name in names}
         counts["status"] += Status.RUNNING
-        D, J, λ = zeros if rules.D is None else rules.D, f.new_empty(*f.shape, 0), torch.zeros_like(far)
-        return Fits(x=x, f=f, J=J, D=D, last=zeros, cost=loss.cost(f), radius=far, λ=λ, offset=far, **counts)
+        D, J, λ = torch.zeros_like(x) if rules.D is None else rules.D, f.new_empty(*f.shape, 0), torch.zeros_like(far)
+        return Fits(x=x, f=f, J=J, D=D, cost=loss.cost(f), radius=far, λ=λ, offset=far, **counts)
 
     def of(self, rows: Tensor) -> Fits:
         """Some of the fits."""

@@ -26,8 +26,6 @@ _POOR, _GOOD = 0.25, 0.75  # ratios below which a region shrinks, and above whic
 _FALLS = 0.9  # of the least offset: a settled fit goes on while its offset falls so
 _PATIENCE = 10
 _WHOLE = 5  # of _PATIENCE: what a settled fit loses with a step without damping after which the offset did not fall
-_STEADY = 0.2  # the least |q| of steps that fall by one factor q
-_FACTORS = -4.0, 0.95  # between which q is used; below −1 whole steps swing to and fro, and grow
 _CRAWLS = 10  # steps in a row that the region limits: after these a fit bends its steps
 _BENT = 0.2  # of a step: the longest bend that a second derivative is good for
 
@@ -109,14 +107,12 @@ def _step(
     """Try one step of every fit: where it leads, and which fits take it."""
     p, fits.λ = model.within(fits.radius, fits.λ)
     norm, predicted, limited = model.norm, model.promise, fits.λ > 0
-    crawls, stretch = bool(limited.any()), _stretch(p, fits) if bool((fits.settled > 0).any()) else None
-    if stretch is not None:
-        p = stretch.unsqueeze(-1) * p
+    crawls = bool(limited.any())
     if rules.lower is None:
         trial = fits.x + p / model.D
     else:
         p, trial = model.in_box(p, fits.λ, fits.x, rules)
-    if crawls or stretch is not None or rules.lower is not None:
+    if crawls or rules.lower is not None:
         norm, predicted = torch.linalg.vector_norm(p, dim=-1), model.QR.decrease(p)
     f = residuals(trial)
     actual = _decrease(loss, fits.f, f)
@@ -132,13 +128,12 @@ def _step(
     by_f = (predicted if rules.ftol > 0 else model.promise).maximum(actual.abs()) <= small
     by_x = norm <= rules.xtol * (model.size + rules.xtol * model.unit)
     met = by_f | by_x
-    if stretch is not None or bool(met.any()):
+    fits.settled = torch.zeros_like(fits.settled)
+    if bool(met.any()):
         both = Status.FTOL_XTOL if rules.ftol > 0 else Status.XTOL  # without ftol, by_f is rounding
         fits.settled = torch.where(by_f, torch.where(by_x, both, Status.FTOL), Status.XTOL * by_x)
         taken = taken | (met & (actual >= -model.rounding))
         poor = poor & ~(taken & (predicted <= model.rounding))  # rounding is no reason for a smaller region
-        plain = taken & ~limited if stretch is None else taken & ~limited & (stretch == 1)
-        fits.last = torch.where(plain.unsqueeze(-1), p / model.D, 0.0)
     radius = torch.where(good, 2 * norm, fits.radius)
     if bool(poor.any()):
         # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
@@ -185,16 +180,3 @@ def _bent(
     fits.limited = torch.where(crawls & ~bent, 0, fits.limited)  # it is not for a bend that the fit crawls
     rows = bent.unsqueeze(-1)
     return _chosen(rows, beside, f), _chosen(rows, around, trial), torch.where(bent, gain, actual)
-
-
-def _stretch(p: Tensor, fits: Fits) -> Tensor:
-    """1/(1 − q) for a settled fit: in the end steps fall by one factor q, and p/(1 − q) is the sum of all to come.
-
-    q is the part of p along the last step, if that was not stretched itself (Aitken 1926). Where large residuals bend
-    away from the model, steps swing, with q < 0, and grow if q < −1: then this is what makes them fall.
-    """
-    last = fits.D * fits.last
-    q = torch.linalg.vecdot(p, last) / torch.linalg.vecdot(last, last)  # NaN, which is not used, without a last step
-    low, high = _FACTORS
-    steady = (q > low) & (q < high) & (q.abs() > _STEADY) & (fits.settled > 0) & (fits.λ == 0)
-    return 1 / (1 - torch.where(steady, q, 0.0))
