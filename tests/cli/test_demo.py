@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
@@ -35,6 +36,7 @@ from natgrad.cli.training import (
     train,
 )
 from natgrad.data import load_digits
+from natgrad.errors import NatgradWarning
 
 CONTESTANTS = {
     "digits": ["AdamW", "Muon", "ng.Natural", "K-FAC"],
@@ -72,9 +74,10 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A whole demo of twenty steps a run."""
+    """A whole demo of twenty steps a run, in which the library warns of nothing."""
     out = tmp_path_factory.mktemp("demo")
-    with redirect_stdout(StringIO()) as output:
+    with redirect_stdout(StringIO()) as output, warnings.catch_warnings():
+        warnings.simplefilter("error", NatgradWarning)
         code = demo(out, "--steps", "20")
     return Finished(code, output.getvalue(), out)
 

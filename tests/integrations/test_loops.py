@@ -180,6 +180,7 @@ QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summa
 def test_the_command_line_of_lightning(cls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, Digits = lightning_module()
     pytest.importorskip("jsonargparse")
+    pytest.importorskip("docstring_parser")  # jsonargparse[signatures]
     cli = pytest.importorskip("pytorch_lightning.cli")
     options = ["fit", f"--optimizer=natgrad.{cls.__name__}", "--optimizer.lr=0.05", "--trainer.max_epochs=15"]
     monkeypatch.setattr(sys, "argv", ["train"])
