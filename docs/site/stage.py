@@ -74,7 +74,12 @@ def stage_page(path: Path, name: str, source: Path) -> None:
         shutil.copyfile(target, source / copy)
         return f"{link[1]}{os.path.relpath(copy, here)}{link[3]}"
 
-    write(source / name, LINK.sub(translate, path.read_text(encoding="utf-8")))
+    text = LINK.sub(translate, path.read_text(encoding="utf-8"))
+    # A number of a table stays on one line with its deviation.
+    write(
+        source / name,
+        re.sub(r"(?m)^\|.*$", lambda row: row[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"), text),
+    )
 
 
 class Entry(NamedTuple):
