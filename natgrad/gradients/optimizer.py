@@ -258,11 +258,10 @@ class GradientOptimizer(torch.optim.Optimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
-        self._take_uncompiled(self) if torch.compiler.is_compiling() else self._take()
-        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
+        self._take_uncompiled(self, loss) if torch.compiler.is_compiling() else self._take(loss)
         return loss
 
-    def _take(self) -> None:
+    def _take(self, loss: Any) -> None:
         self._flag.raise_pending()
         owners = self._owners_now()
         moving, grads, is_new = list[Moving](), dict[str, Tensor](), False
@@ -304,6 +303,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             self._refreshed, self._refreshes = step, self._refreshes + 1
         for group in self.param_groups:
             group["steps"] = step + 1
+        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def _norm(self, grads: Mapping[str, Tensor]) -> Tensor:
         """Σ ‖∇‖ of all processes that have shards of these parameters."""
@@ -582,8 +582,8 @@ class GradientOptimizer(torch.optim.Optimizer):
         return out
 
 
-def _take(optimizer: GradientOptimizer) -> None:
-    optimizer._take()
+def _take(optimizer: GradientOptimizer, loss: Any) -> None:
+    optimizer._take(loss)
 
 
 def _condition(F: Tensor, what: str) -> Tensor:
