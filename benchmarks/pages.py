@@ -24,6 +24,8 @@ from benchmarks import curves
 from benchmarks.race_models import REPORT, TUNE, Task, tasks
 from benchmarks.races import HEAD, Records, chosen
 from benchmarks.races import rows as race_rows
+from benchmarks.rates import Records as RateRecords
+from benchmarks.rates import tables as rate_tables
 from benchmarks.report import claim_table, ratio_table
 from experiments import powers
 from experiments.files import markdown_table
@@ -362,6 +364,11 @@ def nearby(optimizer: str, folder: Path = RECORDS) -> str:
     return f"{100 * statistics.median(rises):.1f} %, at most {100 * max(rises):.0f} %"
 
 
+def rate_table(index: int) -> str:
+    """A table of learning rates beside AdamW's: 0 the counts, 1 every task."""
+    return rate_tables(RateRecords(ROOT / "benchmarks" / "results" / "rates.jsonl"))[index]
+
+
 def rates_below_adamw(folder: Path = RECORDS) -> str:
     """At which rates of these runs the loss of ``ng.Natural`` is below AdamW's best, and on which networks."""
     found: dict[str, list[str]] = {}
@@ -537,6 +544,7 @@ NAMES: dict[str, Any] = {"powers": powers, "conductivity": conductivity} | {
             beside_adamw,
             best_rates,
             nearby,
+            rate_table,
             rates_below_adamw,
             ends_of_the_grid,
             ablation,

@@ -4,7 +4,8 @@
     python -m benchmarks.rates --device cuda --task GPT-2 Llama --processes 4 --records FILE  # decoders of transformers
     python -m benchmarks.rates --records FILE --report                                        # the table
 
-A search starts at AdamW's default, 0.001, and goes up and down by factors of two until the best has worse neighbours.
+A search starts at AdamW's default, 0.001, and goes up and down by factors of two until the best has worse neighbours;
+the default of a method is run as well.
 All have the same schedule and the same batches: warm-up over 5 % of the steps, cosine to 10 %. The loss is that of the
 validation examples after the last step. AdamW is torch's with its defaults. ``--method`` names what competes: the
 others are ``ng.Natural``, and its step with another length (``LENGTHS``). Every run is a line of JSON in the records,
@@ -37,12 +38,14 @@ import natgrad as ng
 from benchmarks.networks import Block, cross_entropy
 from benchmarks.race_models import MLP, ByteLSTM, Decoder, autoencoder, digits, pictures, read_arrays, read_text, rows
 from benchmarks.races import schedule
+from experiments.files import markdown_table
 from natgrad.errors import NonFiniteError
 from natgrad.gradients.muon import polar_factors
 from natgrad.gradients.optimizer import GradientOptimizer, ShapeBatch, of_length
 from natgrad.linalg import Relative
 
-DEFAULT = 1e-3  # of torch.optim.AdamW
+DEFAULT = 1e-3  # of torch.optim.AdamW, and of the lengths below
+DEFAULTS = {"ng.Natural": 3e-3}
 RATES = tuple(DEFAULT * 2.0**k for k in range(-5, 9))
 Batch = tuple[Tensor, Tensor]
 Memory = dict[Any, Tensor]
@@ -533,28 +536,39 @@ class Records:
             file.write(json.dumps(line) + "\n")
 
     def best(self, task: str, method: str) -> tuple[float, float]:
-        """The best learning rate and its loss."""
-        mine = {lr: loss for (t, m, lr), loss in self.losses.items() if (t, m) == (task, method)}
+        """The best learning rate of the search, and its loss."""
+        mine = {lr: loss for (t, m, lr), loss in self.losses.items() if (t, m) == (task, method) and lr in RATES}
         lr = min(mine, key=lambda lr: mine[lr], default=math.nan)
         return lr, mine.get(lr, math.nan)
 
+    def default(self, task: str, method: str) -> float:
+        """The loss at the method's default."""
+        return self.losses.get((task, method, DEFAULTS.get(method, DEFAULT)), math.nan)
+
+    def is_done(self, task: str, method: str) -> bool:
+        """Whether the best rate has neighbours, which are then worse, and the default was run."""
+        lr, _ = self.best(task, method)
+        at = RATES.index(lr) if lr in RATES else 0
+        near = {RATES[k] for k in (at - 1, at + 1) if 0 <= k < len(RATES)}
+        return not math.isnan(self.default(task, method)) and all((task, method, r) in self.losses for r in near)
+
 
 def search(name: str, method: str, folder: Path, records: Records, device: torch.device) -> None:
-    """Run until the best rate has worse neighbours; the default as well."""
+    """Run the default, and until the best rate has worse neighbours."""
 
-    def loss(k: int) -> float:
-        key = (name, method, RATES[k])
-        if key not in records.losses:
+    def loss(lr: float) -> float:
+        if (name, method, lr) not in records.losses:
             began = time.perf_counter()
-            value = run((TASKS | LARGE)[name], method, RATES[k], folder, device)
-            records.add(*key, value, time.perf_counter() - began)
-        return records.losses[key]
+            value = run((TASKS | LARGE)[name], method, lr, folder, device)
+            records.add(name, method, lr, value, time.perf_counter() - began)
+        return records.losses[name, method, lr]
 
     tried = {RATES.index(DEFAULT)}
     while True:
-        best = min(tried, key=loss)
+        best = min(tried, key=lambda k: loss(RATES[k]))
         missing = [k for k in (best + 1, best - 1) if 0 <= k < len(RATES) and k not in tried]
         if not missing:
+            loss(DEFAULTS.get(method, DEFAULT))
             return
         tried.add(missing[0])
 
@@ -595,29 +609,29 @@ def main() -> None:
             for method in arguments.method:
                 search(name, method, arguments.data, Records(arguments.records), torch.device(arguments.device))
         return
-    print(report(Records(arguments.records)))
+    print(*tables(Records(arguments.records)), sep="\n\n")
 
 
-def report(records: Records) -> str:
-    """A row for every method and task: the best rate, the loss there, and the loss at AdamW's default."""
-    lines = ["| task | method | best rate | loss | at 0.001 |", "| --- | --- | --- | --- | --- |"]
+def tables(records: Records) -> tuple[str, str]:
+    """Counts over the tasks, and the best rates with the losses there and at the defaults: searches that are done."""
     methods = list(dict.fromkeys(method for _, method, _ in records.losses))
+    rows, totals = list[list[str]](), list[list[str]]()
     for name in (*TASKS, *LARGE):
-        for method in methods:
+        done = [method for method in methods if records.is_done(name, method)]
+        for method in done if len(done) > 1 else ():
             lr, loss = records.best(name, method)
-            if not math.isnan(loss):
-                default = records.losses.get((name, method, DEFAULT), math.nan)
-                lines.append(f"| {name} | {method} | {lr:.3g} | {loss:.4g} | {default:.4g} |")
-    lines += ["", "| method | within 2 × of AdamW's rate | below AdamW, both at 0.001 | best below AdamW's best |"]
-    lines += ["| --- | --- | --- | --- |"]
-    for method in methods:
-        both = [t for t in (*TASKS, *LARGE) if not math.isnan(records.best(t, method)[0] + records.best(t, "AdamW")[0])]
+            rows.append([name, method, f"{lr:.3g}", f"{loss:.4g}", f"{records.default(name, method):.4g}"])
+    for method in methods[1:]:
+        both = [t for t in (*TASKS, *LARGE) if records.is_done(t, method) and records.is_done(t, "AdamW")]
         adamw, mine = [records.best(t, "AdamW") for t in both], [records.best(t, method) for t in both]
-        defaults = [[records.losses.get((t, m, DEFAULT), math.nan) for m in (method, "AdamW")] for t in both]
         near = sum(0.45 < a[0] / b[0] < 2.2 for a, b in zip(adamw, mine, strict=True))
-        below, least = sum(a < b for a, b in defaults), sum(b[1] < a[1] for a, b in zip(adamw, mine, strict=True))
-        lines.append(f"| {method} | {near} of {len(both)} | {below} | {least} |")
-    return "\n".join(lines)
+        below = sum(records.default(t, method) < records.default(t, "AdamW") for t in both)
+        least = sum(b[1] < a[1] for a, b in zip(adamw, mine, strict=True))
+        usual = sum(b[1] <= records.best(t, "ng.Natural")[1] for t, b in zip(both, mine, strict=True))
+        totals.append([method, f"{len(both)}", *(f"{n}" for n in (near, below, least, usual))])
+    head = ["method", "tasks", "best rate within 2 × of AdamW's", "default below AdamW's default"]
+    counts = markdown_table([*head, "best below AdamW's best", "best at most that of ng.Natural"], totals)
+    return counts, markdown_table(["task", "method", "best rate", "loss", "loss at the default"], rows)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Muon(GradientOptimizer):
     Args:
         params: The model, ``model.parameters()``, ``model.named_parameters()``, or parameter groups of these. Of a
             plain list it is not known which are embeddings and the head.
-        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        lr: Learning rate. AdamW's best is no guide: search in factors of 2 from the default, mostly upwards.
         weight_decay: Decoupled weight decay, as AdamW's.
         momentum: μ of the moving average of gradients.
         nesterov: Nesterov's momentum; with False M is m/(1 − μᵗ).

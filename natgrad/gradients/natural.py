@@ -33,7 +33,7 @@ class Natural(GradientOptimizer):
             plain list it is not known which are embeddings and the head.
         metric: A metric on the outputs, or a loss, which is then estimated from the model's own passes. None, the
             default, takes the second moment of gradients.
-        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        lr: Learning rate. AdamW's best is no guide: search in factors of 2 from the default, mostly upwards.
         weight_decay: Decoupled weight decay, as AdamW's.
         momentum: μ of the moving average of gradients.
         power: p. With ½ the metric is half-way between the identity and G.

@@ -361,7 +361,7 @@ def natural_of_outputs(
         metric: The loss you train, or a metric on the outputs. ``ng.Fisher(family, samples=1)`` and a loss have the
             factors of K-FAC, from one more backward pass, and ``ng.Empirical()`` those of the cotangents of your own
             backward pass.
-        lr: Learning rate, on AdamW's scale. Tune it in a few runs a factor of 2 apart.
+        lr: Learning rate. AdamW's best is no guide: search in factors of 2 from the default, mostly upwards.
         weight_decay: Decoupled weight decay, as AdamW's.
         momentum: μ of the moving average of gradients.
         power: p: the metric is G^p. 1 is the natural gradient, ½ the metric of Adam and Shampoo, 0 the identity.
