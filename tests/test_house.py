@@ -202,7 +202,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3162,
     "output": 1245,
-    "pullbacks": 4302,
+    "pullbacks": 4312,
     "rules": 1156,
     "solve": 239,
     "step": 832,

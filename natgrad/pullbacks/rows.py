@@ -208,6 +208,8 @@ def rows(
             logger.log_once(logging.INFO, _OF_PASS)
         except (RuntimeError, ValueError, IndexError) as error:  # a mistake in the model is raised again below
             logger.log_once(logging.INFO, _UNMAPPED, error)
+    if not tape.y.requires_grad or not all(name in tape.leaves for name in names):
+        tape = _passed(model, names, x)
     return _rows_on_tape(tape, names, s, limit).to(s.dtype)
 
 
@@ -230,11 +232,13 @@ def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -
 
 
 def _adds_up(tape: Tape, names: Sequence[str], mapped: Tensor, s: Tensor) -> bool:
-    """Whether Σ_n R_n of a sum of all columns is Jᵀs by the graph of the pass.
+    """Whether Σ_n R_n of a sum of all columns is Jᵀs by the graph of the pass, if that is there.
 
     If not, an operation has a wrong derivative under vmap (as ``torch.cdist``, in torch 2.13), examples mix, or the
     model reads a parameter that it holds elsewhere than in a module, where other values cannot be put.
     """
+    if not tape.y.requires_grad or not all(name in tape.leaves for name in names):
+        return True
     weights = torch.linspace(1, 2, len(s), dtype=s.dtype, device=s.device)  # columns do not cancel
     whole = tape.leaf_cotangents([tape.leaves[name] for name in names], torch.tensordot(weights, s, 1).unsqueeze(0))
     total = torch.tensordot(weights.to(mapped), mapped, 1)  # [n p]
@@ -242,11 +246,20 @@ def _adds_up(tape: Tape, names: Sequence[str], mapped: Tensor, s: Tensor) -> boo
     return bool(gap <= _tolerance(total) * mapped.norm(dim=2).sum())
 
 
+def _passed(model: Model, names: Sequence[str], x: Inputs) -> Tape:
+    """A pass with a graph of the named parameters: in inference mode the pass that was recorded has none."""
+    leaves = {name: model.params[name].detach().requires_grad_() for name in names}
+    with torch.enable_grad():
+        return Tape(model(leaves, x), (), leaves=leaves)
+
+
 def _rows_on_tape(tape: Tape, names: Sequence[str], s: Tensor, limit: int) -> Tensor:
     """R [k n p] through the graph of a pass: the cotangent of a row is that of one example, s[k n], and zero else."""
     k, n = s.shape[:2]
     leaves = [tape.leaves[name] for name in names]
     out = s.new_zeros(k * n, sum(p.numel() for p in leaves))
+    if not tape.y.requires_grad:  # the outputs depend on none of these parameters
+        return out.reshape(k, n, -1)
     in_flight = max(tape.y.numel(), sum(shape.numel() for use in tape.uses for shape in use.shapes))
     pairs = torch.arange(k * n, device=s.device)
     for some in pairs.split(max(1, limit // in_flight)):
