@@ -192,7 +192,7 @@ LINES: dict[str, int] = {
     "data": 23,
     "families": 2110,
     "fit": 2066,
-    "gradients": 1216,
+    "gradients": 1212,
     "functionspace": 1306,
     "integrations": 107,
     "invariance": 606,
@@ -206,7 +206,7 @@ LINES: dict[str, int] = {
     "rules": 1156,
     "solve": 239,
     "step": 832,
-    "structures": 3167,
+    "structures": 3169,
     "vi": 1291,
     "watch": 571,
 }

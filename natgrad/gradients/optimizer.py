@@ -36,7 +36,7 @@ from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, 
 from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
 from natgrad.optim import metrics as told
-from natgrad.optim.checkpoint import check_nonnegative, check_torch
+from natgrad.optim.checkpoint import check_nonnegative, check_tensor, check_torch
 from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import adamw, check_keys, check_numbers, common_damping, corrected_weight, tensors_of
 from natgrad.sharding import is_sharded, local, whole
@@ -558,11 +558,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             )
         for what in [what for what in shapes if what != "momentum"] if state else ():
             t = whole(state[what])
-            if tuple(t.shape) != shapes[what]:
-                raise ValueError(
-                    f"{what} of {a.name} in the state has the shape {list(t.shape)}, and here {list(shapes[what])}. "
-                    "Nothing was loaded"
-                )
+            check_tensor(f"{what} of {a.name}", t, shapes[what])
             if what[0] not in "QP":
                 moments = t if what == "D" or t.ndim == 2 else t.diagonal(dim1=1, dim2=2)
                 check_nonnegative(a.name, {what: moments})

@@ -291,7 +291,7 @@ def restore(
     observer = tracker.observer if left == table.ruleless else tracker.initial_observer.without(left)
     model, solver = observer.model, preconditioner.solver
     if "guess" in state.inverse:  # what an iterative solver starts from is over all parameters
-        _check_shape("guess of the inverse of the metric", state.inverse["guess"], (model.size,))
+        check_tensor("guess of the inverse of the metric", state.inverse["guess"], (model.size,))
     check_generator(state.generator, tracker.generator)
     example, λ = model.example, like(preconditioner.damping, state.inverse_damping)
     dtype = None if state.dtype == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
@@ -507,8 +507,8 @@ def check_torch(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
         name = names[id(params[key])]
         tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
         for what in ("momentum", "exp_avg", "exp_avg_sq"):  # what a hook of the user's keeps may have any shape
-            if what in tensors:
-                _check_shape(f"{what} of {name}", tensors[what], tuple(params[key].shape))
+            if what in entry:
+                check_tensor(f"{what} of {name}", entry[what], params[key].shape)
         check_finite(name, tensors)
         check_nonnegative(name, {what: whole(t) for what, t in tensors.items() if what in ("exp_avg_sq", "step")})
 
@@ -558,7 +558,8 @@ def _built(what: str, build: Callable[[], T]) -> T:
         raise ValueError(f"the tensors of {what} in the state do not fit the model ({error}). {_NOTHING}") from error
 
 
-def _check_shape(name: str, t: Tensor, shape: Sequence[int]) -> None:
+def check_tensor(name: str, t: Tensor, shape: Sequence[int]) -> None:
+    """Raise unless this is a tensor of such a shape."""
     _built(name, lambda: check_shape(name, t, shape))
 
 

@@ -276,7 +276,9 @@ class StateError(ValueError):
 
 
 def check_shape(name: str, t: Tensor, shape: Sequence[int]) -> None:
-    """Raise if a tensor of a checkpoint has another shape than here."""
+    """Raise if a tensor of a checkpoint has another shape than here, or is none."""
+    if not isinstance(t, Tensor):
+        raise StateError(f"{name} in the state is a {type(t).__name__}, where a tensor belongs")
     if tuple(t.shape) != tuple(shape):
         raise StateError(f"{name} in the state has the shape {list(t.shape)}, here it is {list(shape)}")
 

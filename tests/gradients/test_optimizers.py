@@ -404,8 +404,8 @@ def test_a_matrix_with_one_row_or_column_has_a_state_that_can_be_loaded(name: st
 
 
 @EVERY
-def test_a_second_moment_below_zero_is_refused(name: str) -> None:
-    """Its root would be NaN, or a step would ascend: a damaged file."""
+def test_a_damaged_state_is_refused(name: str) -> None:
+    """The root of a second moment below zero would be NaN, or a step would ascend; and what is no tensor has none."""
     model = seeded(lambda: _mlp(5, 4, 3).double())
     opt = FAMILY[name](model)
     for _ in _run(model, opt, lambda: _points(5, 3), 3):
@@ -416,6 +416,12 @@ def test_a_second_moment_below_zero_is_refused(name: str) -> None:
         next(state[letter] for state in saved["state"].values() if letter in state).view(-1)[0] = -7.0
         with pytest.raises(ValueError, match=rf"{re.escape(letter)} of 0\.\w+ in the state has negative entries"):
             opt.load_state_dict(saved)
+    for what in ("momentum", "exp_avg", *(letter for letter in ("S", "D") if letter in opt.letters)):
+        saved = copy.deepcopy(opt.state_dict())
+        next(state for state in saved["state"].values() if what in state)[what] = None
+        with pytest.raises(ValueError, match=rf"{what} of 0\.\w+ in the state is a NoneType, where a tensor belongs"):
+            opt.load_state_dict(saved)
+    saved = copy.deepcopy(opt.state_dict())
     saved["state"][1]["step"].fill_(-8.0)
     with pytest.raises(ValueError, match="is damaged"):
         opt.load_state_dict(saved)

@@ -288,6 +288,11 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         _entry("state", 1, "momentum", value=_row(2)),
         r"momentum of hidden.weight in the state has the shape \[2\], here it is \[4, 3\]",
     ),
+    "no_momentum": (
+        "kfac",
+        _entry("state", 1, "momentum", value="none"),
+        "momentum of hidden.weight in the state is a str, where a tensor belongs",
+    ),
     "strange_momentum": ("kfac", _entry("state", 9, value={}), "momentum of a parameter number 9, which no group has"),
 }
 
