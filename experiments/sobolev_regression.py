@@ -103,8 +103,8 @@ class Study:
                 yield problem, key, GaussNewton(arm.shared)
                 yield problem, replace(key, arm=Sobolev.title, nu=nu, scale=scale), arm
 
-    def run(self, folder: Path) -> Record:
-        """Perform all runs that are not yet in the record."""
+    def run(self, folder: Path, *, made_with: str = "") -> Record:
+        """Perform all runs that are not yet in the record, with the code of a commit: by default what git tells."""
         path = folder / "record.json"
         record = Record.load(path) if path.exists() else Record(self.seconds, _machine())
         if record.seconds != self.seconds:
@@ -112,8 +112,8 @@ class Study:
                 f"{path.name} holds runs of {record.seconds:g} s, and {self.seconds:g} s were asked for: only runs of "
                 f"one length compare. Give --seconds {record.seconds:g}, or another folder with --out"
             )
-        made_with = [*record.machine.get("commits", []), commit()]
-        record.machine["commits"] = list(dict.fromkeys(made_with))
+        commits = [*record.machine.get("commits", []), made_with or commit()]
+        record.machine["commits"] = list(dict.fromkeys(commits))
         self._warm()
         self._fill(record, self.tuning(), path)
         self._fill(record, self.contest(record), path)
@@ -219,13 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=10, help="settings that every arm may try on every problem")
     parser.add_argument("--splits", type=int, default=5, help="splits, and seeds, of the contest")
     parser.add_argument("--points", type=int, default=2, help="splits of every point of the sweep")
+    parser.add_argument("--commit", default="", help="of the code, where git does not tell it")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     known = (*(Sampled(Sines(), noise) for noise in (0.0, 0.3, 1.0)), Sampled(Checks(), 0.1))
     sets = real(given.data, REAL) if given.data else ()
     noisy = (replace(table, noise=1.0) for table in sets if table.title in NOISY)
     problems = (*sets, *noisy, *known)
-    record = Study(problems, SWEPT, given.seconds, given.trials, given.splits, given.points).run(given.out)
+    study = Study(problems, SWEPT, given.seconds, given.trials, given.splits, given.points)
+    record = study.run(given.out, made_with=given.commit)
     found = summary(record)
     (given.out / "summary.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     draw(record, found, given.out)

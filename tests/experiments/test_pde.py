@@ -36,7 +36,7 @@ def test_the_networks_have_the_sizes_of_the_literature() -> None:
 
 
 def test_a_run_is_logged_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--problem", "poisson2d", "--minutes", "0.005", "--results", str(tmp_path)]
+    command = ["--problem", "poisson2d", "--minutes", "0.005", "--results", str(tmp_path), "--commit", "abc"]
     main([*command, "--solver", "natgrad", "adam", "--rate", "1e-3"])
     first = {path.name: path.read_text() for path in tmp_path.rglob("*.jsonl")}
     assert set(first) == {"natgrad_0.001-0.jsonl", "adam_0.001-0.jsonl"}
@@ -59,7 +59,13 @@ def test_a_checkpoint_that_could_run_a_program_is_refused(tmp_path: Path) -> Non
     (tmp_path / "checkpoints").mkdir()
     torch.save({"net": Program()}, tmp_path / "checkpoints" / "poisson2d-natgrad-0.pt")
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        main(["--problem", "poisson2d", "--solver", "natgrad", "--minutes", "0.005", "--results", str(tmp_path)])
+        main(
+            [
+                *["--problem", "poisson2d", "--solver", "natgrad", "--minutes", "0.005", "--commit", "abc"],
+                "--results",
+                str(tmp_path),
+            ]
+        )
     assert not (tmp_path / "ran").exists()
 
 

@@ -150,9 +150,10 @@ def test_a_run_that_diverges_is_an_infinite_error_and_not_a_missing_one() -> Non
 
 def test_a_study_resumes_from_its_record_and_runs_nothing_twice(tmp_path: Path) -> None:
     problems = (rows(), Sampled(Checks(), 0.1, n=40))
-    part = replace(study(problems), splits=1).run(tmp_path)
-    whole = study(problems).run(tmp_path)
-    again = study(problems).run(tmp_path)
+    part = replace(study(problems), splits=1).run(tmp_path, made_with="first")
+    whole = study(problems).run(tmp_path, made_with="second")
+    again = study(problems).run(tmp_path, made_with="second")
+    assert again.machine["commits"] == ["first", "second"]
     assert set(part.cells) < set(whole.cells)
     assert set(again.cells) == set(whole.cells)
     assert Record.load(tmp_path / "record.json").cells == again.cells
