@@ -58,14 +58,9 @@ def test_a_checkpoint_that_could_run_a_program_is_refused(tmp_path: Path) -> Non
 
     (tmp_path / "checkpoints").mkdir()
     torch.save({"net": Program()}, tmp_path / "checkpoints" / "poisson2d-natgrad-0.pt")
+    command = ["--problem", "poisson2d", "--solver", "natgrad", "--minutes", "0.005", "--commit", "abc"]
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        main(
-            [
-                *["--problem", "poisson2d", "--solver", "natgrad", "--minutes", "0.005", "--commit", "abc"],
-                "--results",
-                str(tmp_path),
-            ]
-        )
+        main([*command, "--results", str(tmp_path)])
     assert not (tmp_path / "ran").exists()
 
 
