@@ -130,7 +130,7 @@ def not_viewed(output: Tensor) -> Tensor:
 
     >>> output = torch.nn.Linear(2, 2)(torch.ones(1, 3, 2))
     >>> output.grad_fn.name(), not_viewed(output).relu_().grad_fn.name()
-    ('ViewBackward0', 'ReluBackward0')
+    ('...ViewBackward0', 'ReluBackward0')
     """
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 

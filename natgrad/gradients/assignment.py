@@ -189,7 +189,7 @@ def assigned(
             return "a vector" if p.ndim < 2 else "no entries"
         if fallback is None:
             return None
-        vector = not vectors and min(p.shape[1:] if stack else (len(p), p[0].numel())) == 1
+        vector = not vectors and min(p.shape[1:] if stack else (len(p), p.shape[1:].numel())) == 1
         return modules.reasons.get(id(p)) or ("one row or column" if vector else None)
 
     out = []

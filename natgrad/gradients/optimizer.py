@@ -126,7 +126,7 @@ class GradientOptimizer(torch.optim.Optimizer):
             )
         self._relative = isinstance(damping, Relative)
         given, self._modules = groups_of(params, groups)
-        flat = [p.ndim < 2 or min(len(p), p.numel()) < 2 or p[0].numel() < 2 for g in given for p in tensors_of(g)]
+        flat = [p.ndim < 2 or min(len(p), p.shape[1:].numel()) < 2 for g in given for p in tensors_of(g)]
         self._takes_vectors = not self.polar or all(flat)
         self._assignments: list[list[Assignment]] = []
         self._loss: Any = None  # of the closure
