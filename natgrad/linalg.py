@@ -41,7 +41,7 @@ class Relative:
         or a group of a layer, such as the keys of an attention.
 
         That is a mean second moment of at most (64 ε)² of the largest (6·10⁻¹¹ in single precision, 2·10⁻²⁸ in double);
-        ``opt.diagnostics()`` names the layers of K-FAC that stand still for it.
+        ``opt.diagnostics()`` names the parameters that stand still for it.
         So are factors whose λ is below the smallest normal number, 10⁻³⁸ in single precision: gradients have vanished
         there.
 
@@ -233,12 +233,12 @@ def cholesky(matrix: Tensor, damping: float | Tensor, what: str, beside: Tensor 
     Rounding lets Cholesky succeed on a singular matrix and return noise. Without damping to speak of, matrices that
     look singular are therefore checked against their spectrum, and no diagonal may be rounding.
     """
-    check_finite(matrix, what)
     if matrix.numel() == 0:
         return matrix
     damped = matrix.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping)
+    check_finite(damped, what)
     factor, info = torch.linalg.cholesky_ex(damped)
     size, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
     largest = diagonal.amax(-1)
@@ -278,6 +278,7 @@ def damped_spectrum(values: Tensor, damping: float | Tensor, what: str) -> Tenso
     rounding = size * eps * largest
     zero = values.abs() <= rounding.unsqueeze(-1)
     damped = torch.where(zero, values.clamp(min=0), values) + λ.to(values.dtype).unsqueeze(-1)
+    check_finite(damped, what)
     smallest = damped.amin(-1)
     bad = (smallest <= 0) | ((λ <= 8 * eps * largest) & (smallest <= rounding))
     if bool(bad.any()):

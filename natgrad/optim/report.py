@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
-from natgrad.geometry import Covector, Vector
+from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import Damping, Relative
 from natgrad.optim.estimates import MetricTracker
 from natgrad.optim.metrics import ages
@@ -24,7 +24,7 @@ from natgrad.show import as_html, brief
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
 from natgrad.step.self_tuned import SelfTuned
-from natgrad.structures.base import Cost, Refresh
+from natgrad.structures.base import Cost, Operator, Refresh
 from natgrad.structures.layered import LATE, Layered, LayerOperator, LayerSpectrum
 
 _PENDING = "found at the first pass"
@@ -335,7 +335,8 @@ class Health:
 
     ``damped``: the condition of what is inverted, (S + √λ/π) ⊗ (A + π√λ) or G + λ, to its power. ``step``: √(δᵀGδ) of
     the last step δ on this layer. Parameters without a layer rule have no factors, and only a step. ``still``: how many
-    groups do not move, since their gradients are rounding beside the largest and the damping is relative.
+    groups, or parameters without factors, do not move, since their gradients are rounding beside the largest and the
+    damping is relative.
     """
 
     names: tuple[str, ...]
@@ -379,8 +380,7 @@ class Diagnostics:
             of |= {f"rank_deficit_{key}": side.deficit for key, side in layer.factors.items()}
             if layer.factors:
                 of |= {"dead_units": layer.factors["S"].dead, "dead_inputs": layer.factors["A"].dead}
-                of |= {"groups_still": layer.still}
-            of |= {} if layer.share is None else {"damping_share": layer.share}
+            of |= {"groups_still": layer.still, **({} if layer.share is None else {"damping_share": layer.share})}
             out |= {f"layer/{layer.names[0]}/{key}": value for key, value in {**of, "step_length": layer.step}.items()}
         return out
 
@@ -423,11 +423,24 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
         layers = [_layer(layer, λ, factored, G.power, _norm(δ, ω, layer.names), eps) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}
         others = [tuple(n for n in block.names if n not in covered) for block in tracker.observer.blocks]
-        layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
+        still = _still(preconditioner, G) if any(others) else frozenset()
+        parts = (tuple(n for n in names if (n in still) == rests) for names in others for rests in (False, True))
+        layers += [
+            Health(names, _norm(δ, ω, names), {}, still=len(still.intersection(names))) for names in parts if names
+        ]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
     damping = like(λ, last.damping)
     return Diagnostics(tuple(ordered), damping, *ages(tracker, preconditioner), _norm(δ, ω, tuple(δ)), last.accepted)
+
+
+def _still(preconditioner: Preconditioner, G: Operator) -> frozenset[str]:
+    """The parameters that no covector moves, since relative damping leaves them at rest (``is_rounding``)."""
+    inverse, λ = preconditioner.inverse, preconditioner.damping
+    if inverse is None or preconditioner.solver.iterative or not isinstance(λ, Relative):
+        return frozenset()
+    v = inverse.solve(torch.arange(G.layout.size, dtype=G.layout.dtype, device=G.device).cos())
+    return frozenset(name for name, t in unflatten(v, G.layout.like).items() if t.numel() and not bool(t.any()))
 
 
 def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float, eps: float) -> Health:

@@ -35,7 +35,7 @@ from natgrad.accelerate.inverses import (
 from natgrad.accelerate.moments import lay_out
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import FactorisationError, IncompatibleError
-from natgrad.linalg import Damping, Relative, is_rounding, number_of, refuse_singular
+from natgrad.linalg import Damping, Relative, check_finite, is_rounding, number_of, refuse_singular
 from natgrad.model import Model, library_pass
 from natgrad.output.hessian import Empirical
 from natgrad.pullbacks.coupling import at_fixed_address
@@ -616,6 +616,8 @@ class ProductInverse(LayerInverse):
         """
         relative, number = isinstance(damping, Relative), number_of(damping)
         jobs = self._jobs((*G.left, *G.right), number, relative=relative, beside=G.beside)
+        for job in () if warm else jobs:
+            check_finite(job.factor, job.title)
         self.batch.compute_(jobs, power=self.power, epsilon=number if relative else None, warm=warm)
 
     def refresh_(self, G: KroneckerOperator, damping: Damping) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.devices import is_asynchronous, refuse_inference_mode
+from natgrad.accelerate.devices import can_read, is_asynchronous, refuse_inference_mode
 from natgrad.accelerate.inverses import (
     SymFactor,
     batch_by_size,
@@ -43,6 +43,7 @@ from natgrad.geometry import Covector, Vector, check_kind, unflatten
 from natgrad.linalg import (
     Damping,
     Relative,
+    check_finite,
     eigvalsh,
     inverse_powered,
     is_rounding,
@@ -567,6 +568,7 @@ class LayerOperator(Operator):
     def refuse_singular(self, block: Block, damped: Tensor, damping: Damping) -> None:
         """Raise, by the name of its layer, if one of the eigenvalues [c o i] of G + λ is zero up to rounding."""
         what = f"the block {block.title} of the metric"
+        check_finite(damped, what)
         refuse_singular(damped.flatten(), what=what, damping=damping, rtol=self._rounding(block))
 
     def refuse_rounding(self) -> None:
@@ -597,18 +599,24 @@ class LayerOperator(Operator):
 
     def fallback_inverse(self, damping: Damping) -> Inverse | None:
         """The inverse of the metric on parameters without a layer rule; None if there are none."""
-        if self.fallback is None:
-            return None
-        if isinstance(damping, Relative) and self.blocks:
-            damping = damping.beside(torch.cat(self.gradient_sizes))
-        return self.fallback.inverse(damping)
+        return None if self.fallback is None else self.fallback.inverse(self._beside_layers(damping))
+
+    def _beside_layers(self, damping: Damping) -> Damping:
+        """The damping of the fallback, whose parameters may be rounding beside the layers."""
+        beside_layers = isinstance(damping, Relative) and self.blocks
+        return damping.beside(torch.cat(self.gradient_sizes)) if beside_layers else damping
 
     def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None:
             self.refuse("Pinv(weight=…)", "a weight is no product of two factors; leave it out, or use BlockDense")
-        fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, None)
+        fallback = self.fallback
+        if fallback is not None and self.blocks:  # what is rounding beside the layers is zero
+            largest = torch.cat(self.gradient_sizes).amax()
+            kept = fallback.map(lambda w: w.masked_fill(is_rounding(w.abs().sqrt(), largest), 0.0))
+            fallback = kept.with_power(self.power)
+        below = None if fallback is None else fallback.pseudo_inverse(self._beside_layers(damping), rtol, None)
         rtol = max(map(self._rounding, self.blocks), default=0.0) if rtol is None else rtol
-        return self.spectral_inverse(fallback, damping, rtol)
+        return self.spectral_inverse(below, damping, rtol)
 
     def spectral_inverse(
         self, fallback: Inverse | None, damping: Damping, rtol: float | None = None
@@ -618,6 +626,9 @@ class LayerOperator(Operator):
         if damping == 0:
             pairs = zip(damped, self.zero_groups, strict=True)
             damped = [d.masked_fill(zero[:, None, None], 0.0) for d, zero in pairs]
+        for block, values in zip(self.blocks, damped, strict=True):
+            if can_read(values):
+                check_finite(values, f"the block {block.title} of the metric")
         scales = tuple(inverse_scales(layer, self.power, damping, rtol) for layer in damped)
         return SpectralInverse.of(self.layout, self.blocks, fallback, basis, scales)
 

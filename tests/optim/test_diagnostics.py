@@ -133,6 +133,53 @@ def test_layers_that_stand_still_are_told() -> None:
         assert ("rounding beside the largest: 0.weight" in str(found)) == bool(still)
 
 
+class Keys(nn.Module):
+    """Attention written out, whose bias of the keys is rounding, beside an operation without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.angle = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x)
+        return self.head(torch.tanh(seen).mean(1)) + 1e-20 * torch.atan2(
+            x.sum((1, 2), keepdim=True)[..., 0], self.angle
+        )
+
+
+@pytest.mark.parametrize(
+    ("structure", "still"),
+    [
+        (ng.Diagonal(), ["k.bias", "angle"]),
+        (ng.BlockDense(), ["angle"]),  # a block has weight and bias
+        (ng.Kronecker(bias="separate"), ["angle"]),  # position by position the keys do not cancel
+        (ng.Kronecker(fallback=ng.BlockDense()), ["angle"]),
+        (ng.Dense(), []),  # one λ for all
+    ],
+    ids=repr,
+)
+def test_parameters_that_stand_still_are_told_in_every_structure(structure: Any, still: list[str]) -> None:
+    model, x = seeded(lambda: Keys().double()), normal(8, 5, 3)
+    for damping, expected in ((ng.Relative(1e-2), still), (1e-2, [])):
+        net = copy.deepcopy(model)
+        opt = ng.NaturalGradient(net, ng.Fisher(ng.Categorical()), structure=structure, damping=damping, lr=0.1)
+        nn.functional.cross_entropy(net(x), torch.arange(8) % 2).backward()
+        opt.step()
+        found, numbers = opt.diagnostics(), opt.metrics(layers=True)
+        names = sorted(name for layer in found.layers if layer.still for name in layer.names)
+        assert (
+            names
+            == sorted(
+                key.split("/")[-2] for key, n in numbers.items() if key.endswith("_still") and n and "/layer/" in key
+            )
+            == sorted(expected)
+        )
+        assert ("rounding beside the largest: angle" in str(found)) == bool(expected)
+        pairs = zip(model.named_parameters(), net.parameters(), strict=True)
+        assert {name for (name, p), q in pairs if torch.equal(p, q)} >= set(expected)
+
+
 def test_dead_units_and_missing_ranks_are_counted() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double())
     with torch.no_grad():

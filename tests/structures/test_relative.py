@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.errors import IncompatibleError, SingularMetricError
+from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.solve import Solver
 from natgrad.structures import Structure
 from tests.oracle import damped_power
@@ -241,6 +241,65 @@ def test_a_layer_that_is_rounding_beside_the_fallback_stands_still(name: str) ->
         opt.step()
     assert torch.equal(model.shift.weight, start["shift.weight"])
     assert 0.01 < float((model.w.detach() - start["w"]).abs().max()) < 10
+
+
+class Turned(nn.Module):
+    """A weight in the fallback that moves all logits alike, so that its gradient is rounding, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angle, self.layer = nn.Parameter(torch.randn(3)), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.atan2(x, self.angle).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("damping", [0.0, ng.Relative(EPSILON)], ids=repr)
+@pytest.mark.parametrize("below", [ng.Diagonal(), ng.BlockDense()], ids=repr)
+@pytest.mark.parametrize("kind", [ng.Kronecker, ng.EigenKronecker])
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_a_pseudo_inverse_has_nothing_of_a_fallback_that_is_rounding(
+    kind: Any, below: Structure, damping: Any, power: float
+) -> None:
+    """It is zero there, and on the layer what it is without a fallback."""
+    torch.manual_seed(0)
+    model, x, t = Turned().double(), normal(9, 3), torch.arange(9) % 4
+    pb = ng.pullback(model, x, ng.Empirical(F.cross_entropy), target=t)
+    G, ω = kind(fallback=below, power=power).estimate(pb), ng.differential(model, F.cross_entropy(model(x), t))
+    assert 0 < float(G.fallback.with_power(1.0).diagonal().max()) < 1e-28
+    assert 0 < float(ω["angle"].abs().max()) < 1e-14
+    v = ng.sharp(G, ω, ng.Pinv(), damping)
+    assert not v["angle"].any()
+    alone = nn.Sequential(model.layer)
+    G = kind(power=power).estimate(ng.pullback(alone, x, ng.Empirical(F.cross_entropy), target=t))
+    expected = ng.sharp(G, ng.differential(alone, F.cross_entropy(alone(x), t)), ng.Pinv(), damping)
+    close(v["layer.weight"], expected["0.weight"], 1e-9)
+
+
+OVERFLOWN: dict[str, tuple[Structure, list[Solver]]] = {
+    "Diagonal": (ng.Diagonal(), [ng.Cholesky(), ng.Pinv()]),
+    "BlockDense": (ng.BlockDense(), [ng.Cholesky(), ng.Pinv()]),
+    "BlockDense, root": (ng.BlockDense(power=0.5), [ng.Cholesky(), ng.Pinv()]),
+    "Kronecker": (ng.Kronecker(), [ng.Cholesky(), ng.Factored(), ng.Pinv()]),
+    "Kronecker, root": (ng.Kronecker(power=0.5), [ng.Cholesky(), ng.Factored(), ng.Pinv()]),
+    "EigenKronecker": (ng.EigenKronecker(), [ng.Cholesky(), ng.Pinv()]),
+}
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1, ng.Relative(EPSILON)], ids=repr)
+@pytest.mark.parametrize("name", OVERFLOWN)
+def test_a_second_moment_that_overflows_is_refused_by_name(name: str, damping: Any) -> None:
+    """In single precision 10²⁵ has no square: no other parameter is rounding beside it, and no step is NaN."""
+    structure, solvers = OVERFLOWN[name]
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 3)
+    x[0, 0] = 1e25
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean()))
+    assert not all(bool(t.isfinite().all()) for t in G.tensors().values())
+    ω = ng.Covector({key: torch.ones_like(p) for key, p in model.named_parameters()})
+    for solver in solvers:
+        with pytest.raises(NonFiniteError, match="holds NaN or infinity"):
+            ng.sharp(G, ω, solver, damping)
 
 
 def test_beside_infinity_nothing_is_rounding() -> None:
