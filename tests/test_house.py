@@ -202,11 +202,11 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3171,
     "output": 1245,
-    "pullbacks": 4312,
+    "pullbacks": 4323,
     "rules": 1156,
     "solve": 239,
     "step": 832,
-    "structures": 3179,
+    "structures": 3180,
     "vi": 1291,
     "watch": 571,
 }

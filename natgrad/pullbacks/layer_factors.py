@@ -7,8 +7,8 @@ Positions that the loss does not see do not count (``VisiblePositions``). A padd
 that no head reads have a cotangent that is exactly zero: nothing that the loss sees is computed from them. But so has a
 token whose units are all behind a ReLU that is off. It is seen, as an example with such units is. Where functions that
 may be flat (``_GATES``) lie in the graph, the positions are those to which a second pass comes, in which such functions
-let a part of the cotangents through where they are flat. Masks are no functions of the numbers that they are put on:
-they let nothing through in either pass.
+let a part of the cotangents through where they are flat. So does a product with one of them, relu(a) * g, to g where a
+is off. Masks are no functions of the numbers that they are put on: they let nothing through in either pass.
 """
 
 from __future__ import annotations
@@ -142,26 +142,42 @@ def _key(kind: Block) -> object:
     return kind.names, type(kind.rule), kind.keys
 
 
-def _gates(tape: Tape) -> list[Any]:
+Gate: TypeAlias = tuple[Any, frozenset[int]]  # a node, and into which of its inputs cotangents leak
+
+
+def _gates(tape: Tape) -> list[Gate]:
     """The nodes of functions that may be flat, if a pass has some in its graphs. All such graphs have equal nodes."""
     if not tape.y.requires_grad or not tape.memo.setdefault("gated", True):
         return []
-    gates = [node for node in nodes(tape.last_nodes) if node.name() in _GATES | _FLAT_AT_ZERO]
-    tape.memo["gated"] = any(node.name() in _GATES for node in gates)
+    gates = [(node, sides) for node in nodes(tape.last_nodes) if (sides := _leaks(node))]
+    tape.memo["gated"] = any(node.name() in _GATES for node, _ in gates)
     return gates if tape.memo["gated"] else []
 
 
+def _leaks(node: Any) -> frozenset[int]:
+    """The inputs of a node whose cotangents may vanish where a function is flat: in a product, beside one that is."""
+    flat, before = _GATES | _FLAT_AT_ZERO, [each for each, _ in node.next_functions]
+    if node.name() in flat:
+        return frozenset(range(len(before)))
+    if node.name() != "MulBackward0" or None in before:  # a mask has no node
+        return frozenset()
+    return frozenset(1 - at for at, each in enumerate(before) if each.name() in flat)
+
+
 @contextmanager
-def _leaking(gates: Sequence[Any]) -> Iterator[None]:
+def _leaking(gates: Sequence[Gate]) -> Iterator[None]:
     """Backward passes inside go through these nodes where they are flat. By a half: |x| = ReLU(x) + ReLU(−x) leaks."""
 
-    def leak(into: Grads, out: Grads) -> Grads:
+    def leak(sides: frozenset[int], into: Grads, out: Grads) -> Grads:
         (g,) = out
         if g is None:
             return into
-        return tuple([None if t is None else t.where(t != 0, 0.5 * g.sum_to_size(t.shape)) for t in into])
+        each = enumerate(into)
+        return tuple(
+            [t if t is None or i not in sides else t.where(t != 0, 0.5 * g.sum_to_size(t.shape)) for i, t in each]
+        )
 
-    handles = [node.register_hook(leak) for node in gates]
+    handles = [node.register_hook(functools.partial(leak, sides)) for node, sides in gates]
     try:
         yield
     finally:

@@ -105,7 +105,8 @@ class Kronecker(Layered):
 
         With a ``power`` below 1 the metric is S^p ⊗ A^p. ``opt.plan()`` shows what every parameter has.
 
-        A position with a zero cotangent (a padded token, an ignored label) does not count, unless it is a pixel.
+        A position that the loss does not see (a padded token, an ignored label) does not count, unless it is a pixel.
+        One whose units are off (``relu(a)``, or g in ``relu(a) * g``) does.
 
         A parameter outside of modules with a rule has the factors of the operations that use it: products,
         convolutions, lookups. Gains and offsets (positions, a class token, LayerScale) have a group for every entry,

@@ -603,8 +603,9 @@ class LayerOperator(Operator):
 
     def _beside_layers(self, damping: Damping) -> Damping:
         """The damping of the fallback, whose parameters may be rounding beside the layers."""
-        beside_layers = isinstance(damping, Relative) and self.blocks
-        return damping.beside(torch.cat(self.gradient_sizes)) if beside_layers else damping
+        if not isinstance(damping, Relative) or not self.blocks:
+            return damping
+        return damping.beside(torch.cat(self.gradient_sizes))
 
     def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None:

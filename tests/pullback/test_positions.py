@@ -324,6 +324,38 @@ def test_padding_further_leaves_the_steps_alone_where_units_are_off(preset: str)
         close(long, short, 1e-7 if preset == "Sobolev" else 1e-10)
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "relu(a) g": lambda a, g, m: torch.relu(a) * g * m,
+    "g relu(a)²": lambda a, g, m: g * torch.relu(a).square() * m,
+    "one unit for all": lambda a, g, m: F.hardtanh(a[..., :1], 0.0, 1.0) * g * m,
+    "relu(a) relu(g)": lambda a, g, m: torch.relu(a) * torch.relu(g) * m,
+    "mask inside": lambda a, g, m: torch.relu(a) * (g * m),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_position_that_a_product_turns_off_counts_for_both_of_its_factors(product: str) -> None:
+    """Gated units relu(a) g, where all of a is off; masks in the same product hide padding from both."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.g, self.head = nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            units = PRODUCTS[product](self.a(x), self.g(x[..., 1:]), mask.unsqueeze(-1).to(x))
+            return self.head(units).sum(1) / mask.sum(1, keepdim=True)
+
+    model, (x, mask) = seeded(Gated, 3).double(), elements()
+    with torch.no_grad():
+        model.get_parameter("a.bias").sub_(0.8)
+    assert 0.2 < float((model.get_submodule("a")(x) <= 0).all(-1)[mask].double().mean()) < 1
+    G = ng.Kronecker().estimate(ng.pullback(model, (x, mask), FISHER)).tensors()
+    for name, seen in (("a", x[mask]), ("g", x[mask][:, 1:])):
+        rows = torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
+        close(G[f"{name}.weight/A"][0], rows.T @ rows / len(rows))
+
+
 def test_batch_statistics_below_units_that_are_off_are_constants() -> None:
     """Factors S of two columns of a root are the sums of those of each, also where one column comes by itself."""
 
