@@ -467,6 +467,13 @@ def count_examples(x: Inputs) -> int:
     return next((t.shape[0] for t in tensors_of(x) if t.ndim), 1)
 
 
+def examples(x: Inputs, chunk: tuple[int, int], n: int) -> Inputs:
+    """The inputs of the examples start to stop, of n."""
+    if chunk == (0, n):
+        return x
+    return map_tensors(x, lambda t: t[chunk[0] : chunk[1]])
+
+
 def returned_tensors(raw: Any) -> list[Tensor]:
     """All tensors in what a model returned, also those under the names of an object, such as a dataclass."""
     if is_dataclass(raw) and not isinstance(raw, Mapping):
@@ -497,6 +504,21 @@ def refuse_nested(x: Inputs, what: str) -> None:
             "torch.nested.to_padded_tensor(x, 0.0), and give the model a mask, or take an optimizer whose metric is "
             "that of the gradients (Natural, Muon, SOAP, Shampoo, BatchGradient())"
         )
+
+
+def check_inputs(model: Model, x: Inputs) -> None:
+    """Refuse an empty batch, nested tensors, and inputs that lie on another device than the parameters."""
+    if isinstance(x, DataLoader):
+        raise TypeError("x is a DataLoader, where one batch of inputs belongs: call this for every batch of it")
+    refuse_nested(x, "the inputs")
+    for t in tensors_of(x):
+        if t.ndim and t.shape[0] == 0:
+            raise ValueError("the batch is empty: an input has no example on its first axis")
+        if t.ndim and t.device != model.example.device:  # a number may come from anywhere
+            raise ValueError(
+                f"an input is on {t.device} and the parameters are on {model.example.device}: move it there, "
+                f"x.to({str(model.example.device)!r})"
+            )
 
 
 def map_tensors(x: Inputs, function: Callable[[Tensor], Any]) -> Inputs:

@@ -16,11 +16,11 @@ from natgrad.errors import MemoryBoundError
 from natgrad.geometry import unflatten
 from natgrad.linalg import check_finite, is_number
 from natgrad.linearise import Linearisation, linearise
-from natgrad.model import Inputs, Model, check_slots, tensors_of
+from natgrad.model import Inputs, Model, check_slots, examples, tensors_of
 from natgrad.output.metric import Euclidean
 from natgrad.pullbacks.pullback import Observer, memory_bound
 from natgrad.pullbacks.pullback import layers_of as layers_of_model
-from natgrad.pullbacks.rows import check_independent, examples, separable
+from natgrad.pullbacks.rows import check_independent, separable
 from natgrad.show import brief
 from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import name_of

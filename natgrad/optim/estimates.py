@@ -45,6 +45,7 @@ from natgrad.model import (
     Arguments,
     Inputs,
     Model,
+    check_inputs,
     eager,
     in_library_pass,
     is_compiled,
@@ -58,7 +59,6 @@ from natgrad.optim.parameters import ParameterStatus, ParameterTable
 from natgrad.output.metric import Fisher, OutputMetric
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.pullback import Batch, NoRuleError, Observer, OperationsNeededError, Pullback
-from natgrad.pullbacks.rows import check_inputs
 from natgrad.pullbacks.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator, Refresh, constant

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 from natgrad.accelerate.autograd import version_of
 from natgrad.accelerate.devices import device_bytes, fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
-from natgrad.accelerate.temporaries import STAYS_IN_CPU_CACHE
+from natgrad.accelerate.temporaries import CHUNK_BYTES, STAYS_IN_CPU_CACHE
 from natgrad.errors import IncompatibleError, MemoryBoundError, NatgradError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.linalg import is_number
 from natgrad.log import OnceLogger, listed
-from natgrad.model import Inputs, Model, batches_of, check_slots, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, batches_of, check_inputs, check_slots, examples, map_tensors, tensors_of
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullbacks.batch_axis import LayerStatus, StatusCache, check_outputs
@@ -29,13 +29,7 @@ from natgrad.pullbacks.coupling import root_of
 from natgrad.pullbacks.example_grads import ExampleGrads, Squares
 from natgrad.pullbacks.layer import Block, Tied, formed, partition
 from natgrad.pullbacks.operation_layers import OperationLayers
-from natgrad.pullbacks.rows import (
-    check_inputs,
-    chunk_bytes,
-    examples,
-    rows,
-    separable,
-)
+from natgrad.pullbacks.rows import rows, separable
 from natgrad.pullbacks.tape import Cotangents, Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
@@ -129,13 +123,18 @@ class Root:
     def _shape(self, y: Tensor, target: Any) -> tuple[int, ...]:
         """The shape of the root at one example; a large root is not made to learn it."""
         with torch.no_grad(), full_precision(y.device):
-            if y.numel() ** 2 * y.element_size() <= chunk_bytes(self.memory):
+            if y.numel() ** 2 * y.element_size() <= _chunk_bytes(self.memory):
                 return tuple(self.metric.root(y, target).shape)
             try:
                 with fake_tensors() as mode:
                     return tuple(self.metric.root(mode.from_tensor(y), map_tensors(target, mode.from_tensor)).shape)
             except Exception:  # the metric looks at values, which are not there: Hessians do, and have D columns
                 return (y.numel(), *y.shape)
+
+
+def _chunk_bytes(memory: int) -> int:
+    """What a temporary may occupy: an eighth of the bound, and no more than stays fast."""
+    return max(1, min(memory // 8, CHUNK_BYTES))
 
 
 def root_at(
@@ -316,7 +315,7 @@ class Pullback:
     @property
     def chunk(self) -> int:
         """The largest number of elements of a temporary."""
-        return max(1, chunk_bytes(self.memory) // self.y.element_size())
+        return max(1, _chunk_bytes(self.memory) // self.y.element_size())
 
     @property
     def template(self) -> Vector:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from natgrad.accelerate.autograd import OperationMode, storage
 from natgrad.accelerate.devices import is_asynchronous, outside_inference_mode
-from natgrad.accelerate.temporaries import CHUNK_BYTES
 from natgrad.errors import BatchStatisticsError
 from natgrad.log import OnceLogger
-from natgrad.model import Inputs, Model, count_examples, map_tensors, refuse_nested, tensors_of
+from natgrad.model import Inputs, Model, count_examples, examples, map_tensors, tensors_of
 from natgrad.pullbacks.tape import Tape
 
 # Integers that number examples: tables of neighbours [n k], lists of edges [n 2], given or held by the model.
@@ -270,37 +268,7 @@ def _rows_on_tape(tape: Tape, names: Sequence[str], s: Tensor, limit: int) -> Te
     return out.reshape(k, n, -1)
 
 
-# Ranges of the examples of a batch.
-
-
-ExampleRange: TypeAlias = tuple[int, int]  # examples start to stop
-
-
-def examples(x: Inputs, chunk: ExampleRange, n: int) -> Inputs:
-    """The inputs of a range of examples."""
-    if chunk == (0, n):
-        return x
-    return map_tensors(x, lambda t: t[chunk[0] : chunk[1]])
-
-
-def check_inputs(model: Model, x: Inputs) -> None:
-    """Refuse an empty batch, nested tensors, and inputs that lie on another device than the parameters."""
-    if isinstance(x, DataLoader):
-        raise TypeError("x is a DataLoader, where one batch of inputs belongs: call this for every batch of it")
-    refuse_nested(x, "the inputs")
-    for t in tensors_of(x):
-        if t.ndim and t.shape[0] == 0:
-            raise ValueError("the batch is empty: an input has no example on its first axis")
-        if t.ndim and t.device != model.example.device:  # a number may come from anywhere
-            raise ValueError(
-                f"an input is on {t.device} and the parameters are on {model.example.device}: move it there, "
-                f"x.to({str(model.example.device)!r})"
-            )
-
-
-def chunk_bytes(memory: int) -> int:
-    """What a temporary may occupy: an eighth of the bound, and no more than stays fast."""
-    return max(1, min(memory // 8, CHUNK_BYTES))
+# Whether a batch can be taken apart.
 
 
 def separable(x: Inputs, n: int) -> bool:

@@ -20,11 +20,11 @@ from natgrad.families.diagonal_gaussian import Gaussian
 from natgrad.families.discrete import Bernoulli
 from natgrad.geometry import Vector
 from natgrad.linalg import check_finite, check_positive, is_number
-from natgrad.model import Inputs, Model, check_slots, check_types
+from natgrad.model import Inputs, Model, check_slots, check_types, examples
 from natgrad.output.losses import Criterion, ElementLoss, TermLoss, metric_of
 from natgrad.output.metric import Euclidean, Fisher, OutputMetric, fresh_generator
 from natgrad.pullbacks.pullback import LoaderPullback, Observer, Pullback, layers_of
-from natgrad.pullbacks.rows import check_independent, examples, separable
+from natgrad.pullbacks.rows import check_independent, separable
 from natgrad.show import as_html, brief
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
