@@ -19,7 +19,7 @@ from natgrad.model import Model
 from natgrad.pullbacks.example_grads import ExampleGrads, Squares
 from natgrad.pullbacks.gradient import GradientSample, gradient_factors, squared_gradients
 from natgrad.pullbacks.layer import Block, Tied
-from natgrad.pullbacks.moments import by_roots, factors_of, second_moments
+from natgrad.pullbacks.layer_factors import by_roots, factors_of, second_moments
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import Cotangents, Tape
 from natgrad.rules.features import Features

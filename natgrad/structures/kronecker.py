@@ -42,15 +42,18 @@ from natgrad.pullbacks.coupling import at_fixed_address
 from natgrad.pullbacks.gradient import GradientSample, gradient_factors
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.layer_factors import (
+    CapturedKernels,
     EagerKernels,
     FactorList,
     FactorSink,
     LayerFactors,
     VisiblePositions,
+    factors_of,
+    kernels_of,
     layers_with_positions,
     may_hide,
+    stream,
 )
-from natgrad.pullbacks.moments import CapturedKernels, factors_of, kernels_of, stream
 from natgrad.pullbacks.operation_layers import is_operation, with_layers
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import BackwardHooks, Cotangents, Tape

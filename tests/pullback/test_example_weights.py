@@ -12,7 +12,7 @@ from natgrad.functionspace import Quadrature, Weighted
 from natgrad.model import map_tensors
 from natgrad.output.metric import Coupling
 from natgrad.pullbacks.coupling import Weights
-from natgrad.pullbacks.moments import coupled_by
+from natgrad.pullbacks.layer_factors import coupled_by
 from natgrad.structures.layered import Layered
 from tests import zoo
 from tests.golden import tensor

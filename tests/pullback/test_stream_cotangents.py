@@ -11,8 +11,7 @@ import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Sharing
-from natgrad.pullbacks.layer_factors import FactorList, LayerFactors
-from natgrad.pullbacks.moments import factors_of
+from natgrad.pullbacks.layer_factors import FactorList, LayerFactors, factors_of
 from natgrad.pullbacks.pullback import layers_of
 from natgrad.pullbacks.tape import Cotangents, record, stream_cotangents
 from tests import kronecker_oracle, zoo
