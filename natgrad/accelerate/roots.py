@@ -51,7 +51,10 @@ def minimax(condition: float, error: float = 1e-6, terms: int = 3) -> tuple[Coef
     """Odd polynomials whose composition takes all σ in [1/condition, 1] to 1 ± ``error``, in as few steps as possible.
 
     Each is the best approximation of 1 on the interval that the last one leaves, which is optimal for the composition
-    too (Amsel et al. 2025). Near 1 they become Newton and Schulz's, σ Σⱼ (2j choose j)(1 − σ²)ʲ/4ʲ.
+    too (Amsel et al. 2025). The interval is wider by 10⁻³, from which rounding cannot lead: beyond it the composition
+    grows by 10⁷ times the distance, as for σ = 1 of a matrix of rank one.
+
+    Near 1 they become Newton and Schulz's, σ Σⱼ (2j choose j)(1 − σ²)ʲ/4ʲ.
 
     >>> def compose(schedule, s):
     ...     for a, b, c in schedule:
@@ -73,7 +76,7 @@ def minimax(condition: float, error: float = 1e-6, terms: int = 3) -> tuple[Coef
             coefficients = _shifted([math.comb(2 * j, j) / (-4) ** j for j in range(terms)], by=-1)
             high = 1.0
         else:
-            coefficients, deviation = _best_odd(low, high, terms)
+            coefficients, deviation = _best_odd(low, high * _MARGIN, terms)
             high = 1 + deviation
         schedule.append(coefficients)
         low = min(sum(c * low ** (2 * j + 1) for j, c in enumerate(coefficients)), 1.0)

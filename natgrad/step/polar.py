@@ -52,21 +52,26 @@ class Polar(PlainRule):
         A kernel [o i h w] is the matrix [o i·h·w]. A stack of experts [e i o] cannot be told from a kernel here:
         ``fallback="adamw"`` takes it, unless the metric is one of outputs.
 
-        In "muon" the scale of the loss changes a step by the rounding of bfloat16, which the steps enlarge: by less
-        than 3 % where the gradients have full rank, and by up to 20 % where their rank is low. By "minimax" it changes
-        by the rounding of the parameters.
+        In "muon" the scale of the loss, or of the metric, changes a step by the rounding of bfloat16, which the steps
+        enlarge: by less than 3 % where the gradients have full rank, and by up to 20 % where their rank is low. By
+        "minimax" it changes by the rounding of the parameters.
+
+        In the identity metric the gradient itself is rounded, as in torch: by less than 10 %; where the rank is low,
+        directions without a gradient are rounding, and most of the step changes.
 
     Example:
         >>> Polar()
         Polar(rms=0.2, iteration='muon')
-        >>> def change(rank, iteration):
+        >>> def change(rank, iteration, identity=False):
         ...     torch.manual_seed(0)
         ...     ω = Covector({"w": torch.randn(60, rank) @ torch.randn(rank, 30)})
-        ...     rule, same = Polar(iteration=iteration), SharpMap(lambda ω: Vector(dict(ω)))
+        ...     rule, same = Polar(iteration=iteration), SharpMap(lambda ω: Vector(dict(ω)), identity)
         ...     one, other = (rule.direction(k * ω, same)["w"] for k in (1.0, 3.0))
         ...     return float((other - one).norm() / one.norm())
         >>> change(30, "muon") < 0.03, change(4, "muon") < 0.2, change(30, "minimax") < 1e-3
         (True, True, True)
+        >>> change(30, "muon", identity=True) < 0.1, change(4, "muon", identity=True) > 0.5
+        (True, True)
     """
 
     bounded: ClassVar[bool] = True

@@ -388,6 +388,19 @@ def test_the_converged_polar_factor_is_that_of_the_singular_values(shape: tuple[
     torch.testing.assert_close(X.double(), U @ V, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("others", [0.0, 1e-3])
+@pytest.mark.parametrize("shape", [(1, 300), (30, 40), (250, 250), (700, 300)])
+def test_the_polar_factor_of_a_matrix_of_nearly_rank_one_converges(shape: tuple[int, int], others: float) -> None:
+    """σ = ‖M‖_F is 1 up to rounding, and rounding is above 1 in some: there the polynomials may not be steep."""
+    for seed in range(12):
+        drawn = torch.Generator().manual_seed(seed)
+        u, v = (torch.randn(size, generator=drawn) for size in shape)
+        M = torch.outer(u, v) + others * torch.randn(shape, generator=drawn)
+        values = torch.linalg.svdvals(polar(M, schedule=minimax(1e4), dtype=torch.float32).double())
+        assert float((values[0] - 1).abs()) < 1e-5
+        assert float(values.max()) < 1 + 1e-5
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
 def test_the_default_is_the_step_of_muon(shape: tuple[int, int]) -> None:
     G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
@@ -420,6 +433,18 @@ def test_the_steps_of_large_matrices_are_as_exact_as_those_of_muon(shape: tuple[
 
     exact = stepwise(torch.float64)
     assert (polar(M).double() - exact).norm() < 2 * (stepwise(torch.bfloat16) - exact).norm()
+
+
+@pytest.mark.parametrize("rank", [1, 4, 64, 256])
+def test_the_steps_of_large_matrices_are_torchs_up_to_enlarged_rounding(rank: int) -> None:
+    """By up to 8 % of an orthogonal matrix, and 40 % of a step."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.nn.Parameter(torch.zeros(256, 256))
+    w.grad = torch.randn(256, rank, generator=generator) @ torch.randn(rank, 256, generator=generator)
+    torch.optim.Muon([w], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    distance = (polar(w.grad).float() + w.detach()).norm()
+    assert 0 < distance < 0.08 * 256**0.5
+    assert distance < 0.4 * w.detach().norm()
 
 
 def test_the_polar_factor_of_zero_is_zero_and_singular_values_of_zero_stay() -> None:
