@@ -36,7 +36,7 @@ from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, 
 from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
 from natgrad.optim import metrics as told
-from natgrad.optim.checkpoint import check_nonnegative, check_tensor, check_torch
+from natgrad.optim.checkpoint import check_nonnegative, check_tensor, check_torch, reading
 from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import adamw, check_keys, check_numbers, common_damping, corrected_weight, tensors_of
 from natgrad.sharding import is_sharded, local, whole
@@ -530,12 +530,17 @@ class GradientOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly. A state that does not fit is refused with the difference, before anything is changed."""
         assignments = self.plan().assignments
-        state_dict = converted(state_dict, [a.name for a in assignments], self.letters)
         params = [p for group in self.param_groups for p in group["params"]]
-        check_torch(state_dict, self.param_groups, {id(p): a.name for p, a in zip(params, assignments, strict=True)})
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, a in zip(keys, assignments, strict=True):
-            self._check_state(a, state_dict["state"].get(key, {}))
+        names = {id(p): a.name for p, a in zip(params, assignments, strict=True)}
+        with reading():
+            state_dict = converted(state_dict, list(names.values()), self.letters)
+            check_torch(state_dict, self.param_groups, names)
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            for key, a in zip(keys, assignments, strict=True):
+                self._check_state(a, state_dict["state"].get(key, {}))
+            for steps in (group["steps"] for group in state_dict["param_groups"]):
+                if not is_number(steps, whole=True) or steps < 0:
+                    raise ValueError(f'"steps" of a group of the state is {steps!r}. Nothing was loaded')
         super().load_state_dict(state_dict)
         # torch goes on in the tensors of the dictionary, cast to the type of the parameter: we keep copies as they are.
         for key, p in zip(keys, params, strict=True):

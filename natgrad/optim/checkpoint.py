@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from numbers import Real
@@ -16,7 +17,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, final, get_origin, get_ty
 import torch
 from torch import Tensor
 
-from natgrad.errors import NonFiniteError
+from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.linalg import Relative, number_of
 from natgrad.model import Model
 from natgrad.optim.estimates import MetricTracker
@@ -193,6 +194,19 @@ def _hints() -> dict[str, Any]:
     return get_type_hints(RunState, include_extras=True)
 
 
+@contextmanager
+def reading() -> Iterator[None]:
+    """Reading changes nothing; where it stumbles over something that no check has a name for, this says so."""
+    try:
+        yield
+    except NatgradError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if _NOTHING in str(error):
+            raise
+        raise ValueError(f"the state is damaged, and cannot be read: {error}. {_NOTHING}") from error
+
+
 def gather_state(state: Mapping[str, Any]) -> Entry:
     """A state with its ``RunState`` in one dictionary beside those of torch.optim, as in 0.1.0, from either layout."""
     if KEY in state:
@@ -200,8 +214,11 @@ def gather_state(state: Mapping[str, Any]) -> Entry:
     keys = [key for group in state.get("param_groups", ()) for key in group["params"]]
     plain = {key: dict(of_param) for key, of_param in state.get("state", {}).items()}
     mine = [plain.get(key, {}).pop(KEY, {}) for key in keys]
+    for place, t in (pair for of_param in mine for pair in of_param.items()):
+        if not isinstance(t, Tensor) or t.is_complex():
+            raise ValueError(f'{place} of the "natgrad" entry is a {type(t).__name__}, not a real tensor. {_NOTHING}')
     if not mine or "words" not in mine[0]:
-        raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
+        raise ValueError(f'this is not the state of a NaturalGradient: it has no "natgrad" entry. {_NOTHING}')
     words = _read(mine[0], "words")
     names, first, tensors, sets = words.pop("names"), mine[0], RunState.at("tensors"), RunState.at("names")
     needed = [*RunState.at("number"), *(f"has_{which}" for which in tensors), "mass", "step_size", "generator"]
@@ -506,9 +523,10 @@ def check_torch(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             raise ValueError(f"the state has momentum of a parameter number {key}, which no group has. {_NOTHING}")
         name = names[id(params[key])]
         tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
-        for what in ("momentum", "exp_avg", "exp_avg_sq"):  # what a hook of the user's keeps may have any shape
-            if what in entry:
-                check_tensor(f"{what} of {name}", entry[what], params[key].shape)
+        shape = params[key].shape
+        for what, kept in {"momentum": shape, "exp_avg": shape, "exp_avg_sq": shape, "step": torch.Size()}.items():
+            if what in entry:  # what a hook of the user's keeps may have any shape
+                check_tensor(f"{what} of {name}", entry[what], kept)
         check_finite(name, tensors)
         check_nonnegative(name, {what: whole(t) for what, t in tensors.items() if what in ("exp_avg_sq", "step")})
 

@@ -23,7 +23,7 @@ from natgrad.linalg import Damping, Relative, number_of
 from natgrad.log import flat, nbytes, of_groups
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
 from natgrad.optim import metrics as told
-from natgrad.optim.checkpoint import RunState, blank, check_torch, gather_state, restore
+from natgrad.optim.checkpoint import RunState, blank, check_torch, gather_state, reading, restore
 from natgrad.optim.distributed import processes_of, refuse_sharded
 from natgrad.optim.estimates import (
     BackwardSource,
@@ -780,9 +780,10 @@ class NaturalGradient(torch.optim.Optimizer):
         A state that does not fit is refused with the difference, before anything is changed. If it was saved with
         another solver, the metric is loaded, and the next step inverts it anew.
         """
-        state_dict = gather_state(state_dict)
-        go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner, self._momentum)
-        check_torch(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
+        with reading():
+            state_dict = gather_state(state_dict)
+            go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner, self._momentum)
+            check_torch(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})

@@ -71,7 +71,7 @@ MAKES: dict[str, Make] = {
 }
 
 
-def train(model: nn.Module, opt: ng.NaturalGradient, steps: int) -> Tensor:
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> Tensor:
     for _ in range(steps):
         opt.zero_grad()
         nn.functional.cross_entropy(model(normal(6, 3)), torch.arange(6) % 2).backward()

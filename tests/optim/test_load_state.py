@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -346,6 +346,44 @@ def test_a_negative_second_moment_is_refused_and_nothing_is_loaded(name: str) ->
     """The steps would be NaN, or would ascend."""
     make, operator, key, match = NEGATIVE[name]
     _refused(MAKES[make], _poison(operator, key, -1.0), ValueError, f"{match}.* has negative entries, -1: .*earlier")
+
+
+def places(state: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything in a state."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        yield (*at, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*at, key))
+
+
+GRADIENTS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
+    "natural": ng.Natural,
+    "soap": ng.SOAP,
+    "muon": ng.Muon,
+    "adamw": lambda m: ng.KFAC(m, EXACT, fallback="adamw"),
+    "kfac": MAKES["kfac"],
+    "dense": MAKES["dense"],
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_whatever_else_is_in_the_place_of_something_is_refused_in_words_and_nothing_is_loaded(name: str) -> None:
+    """Of metric, momentum, numbers, words and groups; a number is not refused where a number belongs."""
+    model = net()
+    opt = GRADIENTS[name](model)
+    train(model, opt, 2)
+    saved = opt.state_dict()
+    before = copy.deepcopy(saved)
+    for at in places(saved):
+        for other in (None, "word", [1.0], {"a": 1}, b"x", model, torch.ones(2, 0), torch.tensor(1 + 2j)):
+            damaged = copy.deepcopy(saved)
+            holder = damaged
+            for key in at[:-1]:
+                holder = holder[key]
+            holder[at[-1]] = other
+            with pytest.raises(ValueError, match="Nothing was loaded"):
+                opt.load_state_dict(damaged)
+    assert alike(opt.state_dict(), before)
 
 
 def test_negative_second_moments_of_adamw_are_refused() -> None:
