@@ -106,10 +106,11 @@ def polar_factors(stacks: Sequence[Tensor], iteration: Iteration) -> list[Tensor
     out = list(stacks)
     for members in alike.values():
         numbers, wides = zip(*members, strict=True)
-        W, schedule, dtype = torch.cat(wides), MUON, torch.bfloat16
+        W, schedule, dtype = wides[0] if len(wides) == 1 else torch.cat(wides), MUON, torch.bfloat16
         if iteration == "minimax":
             schedule, dtype = minimax(_CONDITION, 1e-12 if W.dtype == torch.float64 else 1e-6), W.dtype
         X = polar_of_wide(W, schedule=schedule, dtype=dtype).to(W.dtype)
-        for number, mine in zip(numbers, X.split(list(map(len, wides))), strict=True):
+        each = (X,) if len(wides) == 1 else X.split_with_sizes([wide.shape[0] for wide in wides])
+        for number, mine in zip(numbers, each, strict=True):
             out[number] = (mine if stacks[number].shape[2] <= stacks[number].shape[3] else mine.mT).unsqueeze(1)
     return out

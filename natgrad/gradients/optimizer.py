@@ -80,7 +80,7 @@ class ShapeBatch:
         """[N …] or [N·k …] by parameters."""
         if len(self.states) == 1:
             return (value,)
-        return value.split([value.shape[0] * count // self.M.shape[0] for count in self.counts])
+        return value.split_with_sizes([value.shape[0] * count // self.M.shape[0] for count in self.counts])
 
     def put(self, letter: str, value: Tensor) -> None:
         """Keep something of all matrices [N …], in the memory that it has."""
@@ -356,14 +356,10 @@ class GradientOptimizer(torch.optim.Optimizer):
             of_stages.append(self._batches(stage, followed[-1]))
             together += of_stages[-1]
         self._judge(together, matrices, grads)
-        v, computed, is_new = dict[str, Tensor](), dict[str, Tensor](), False
+        v, computed = dict[str, Tensor](), dict[str, Tensor]()
         with full_precision(next(iter(grads.values())).device):
             for stage, batches in zip(stages, of_stages, strict=True):
-                owned = []
-                for batch in batches:
-                    is_new = is_new or batch.is_new
-                    if batch.is_owned:
-                        owned.append(batch)
+                owned = [batch for batch in batches if batch.is_owned]
                 self._average(batches, numbers[0])
                 directions = dict[str, Tensor]()
                 for batch, V in zip(owned, self.directions(owned, step) if owned else (), strict=True):
@@ -379,7 +375,7 @@ class GradientOptimizer(torch.optim.Optimizer):
         else:
             moved, total = owners.lengths(v, computed)
         self._check(total, v, "the step")
-        if owners is not None and (is_new or self.refreshes(step)):
+        if owners is not None and (any(batch.is_new for batch in together) or self.refreshes(step)):
             owners.share({a.name: s for stage in stages for ms in stage.members for _, a, s in ms}, self.decomposed)
         gate = self._flag.value
         for group, members, rate in zip(self.param_groups, matrices, numbers[1:], strict=False):
@@ -392,10 +388,9 @@ class GradientOptimizer(torch.optim.Optimizer):
         for stage, of_stage in zip(stages, followed, strict=True):
             for group, kept, Ms in zip(self.param_groups, stage.members, of_stage, strict=True):
                 μ, momenta, new = group["momentum"], [], []
-                if μ:
-                    for _, a, state in kept:
-                        momenta.append(state["momentum"])
-                        new.append(stage.grads[a.name])
+                for _, a, state in kept if μ else ():
+                    momenta.append(state["momentum"])
+                    new.append(stage.grads[a.name])
                 if momenta and self.nesterov:
                     fused.average_(momenta, new, 1 - μ, gate=gate)
                 elif momenta:

@@ -57,15 +57,15 @@ class SOAP(GradientOptimizer):
         v = Q (QᵀMP/√(D + λ)) Pᵀ. Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, and D = E[(Qᵀ∇P)²], in
         every step.
 
-        Q ← QR(SQ), P ← QR(AP), with the columns sorted by qᵀSq; the first basis is exact. "carried" is D' = (Q'ᵀQ)² D
-        (PᵀP')². The offsets of a kernel share Q and P.
+        Q ← QR((S + τ)Q), P ← QR((A + τ)P), with the columns sorted by qᵀSq, and τ = λ, but at most 10⁻⁶ of the mean
+        eigenvalue. "carried" is D' = (Q'ᵀQ)² D (PᵀP')². The offsets of a kernel share Q and P.
+
+        The first basis are eigenvectors, and any fixed basis where eigenvalues are below τ, as in the null space of the
+        first gradients. Rounding does not choose it: processes, or parts of a batch, that add up a gradient in another
+        order take the same steps.
 
         ``ng.SOAP(model, nesterov=False, moments="sorted", early=False, damping=1e-16)`` takes the steps of the paper's
         algorithm for matrices; the authors' code takes none with the first gradient.
-
-        Factors of low rank, as after the first gradients, have a null space whose basis is determined by rounding, and
-        later gradients are measured in that basis. Several processes and gradient accumulation round their sums in
-        another way, and take the steps of the joint batch only up to the choice of this basis.
 
     Example:
         >>> import torch, natgrad as ng
@@ -117,9 +117,9 @@ class SOAP(GradientOptimizer):
         if not batch.has("S"):
             for letter, F in (("Q", S), ("P", A)):
                 if F.ndim == 3:
-                    batch.put(letter, spectrum(F)[1])
+                    batch.put(letter, self._first_basis(F))
         Q, P = _basis(batch)
-        return {"S": S, "A": A, "D": _rotated(_mT(Q), batch.G, P).square().flatten(0, 1)}
+        return {"S": S, "A": A, "D": _rotated(Q, batch.G, P).square().flatten(0, 1)}
 
     def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
         if self.moments == "carried" and self.refreshes(step):
@@ -129,36 +129,48 @@ class SOAP(GradientOptimizer):
             Q, P, D = *_basis(batch), batch.get("D").view_as(batch.M)
             λ = self.param_groups[0]["damping"]
             λ = none_of_zero(λ * D.mean((1, 2, 3), keepdim=True)) if self._relative else λ
-            v = _rotated(Q, _rotated(_mT(Q), batch.M, P) * (D + λ).rsqrt(), _mT(P))
+            back = (None if q is None else q.mT for q in (Q, P))
+            v = _rotated(next(back), _rotated(Q, batch.M, P) * (D + λ).rsqrt(), next(back))
             out.append(v.masked_fill(batch.is_zero[:, None, None, None], 0.0))
         if self.moments == "sorted" and self.refreshes(step):
             self.refresh(batches)
         return out
 
     def refresh(self, batches: Sequence[ShapeBatch]) -> None:
-        """Q ← QR(SQ), P ← QR(AP) and D with them, all sizes at once."""
-        if not batches:
-            return
-        before = [tuple(q if q is None else q.clone() for q in _basis(batch)) for batch in batches]
+        """Q ← QR((S + τ)Q), P ← QR((A + τ)P) and D with them, all sizes at once."""
         scales = [batch.get("D").view_as(batch.M) for batch in batches]
-        sides = [(at, side) for at, basis in enumerate(before) for side in (0, 1) if basis[side] is not None]
-        factors = [batches[at].get("SA"[side]) for at, side in sides]
-        old = [q for basis in before for q in basis if q is not None]
-        if self.moments == "sorted":
-            for number, (at, side) in enumerate(sides):
-                q = old[number]
-                order = (q * (factors[number] @ q)).sum(1).argsort(dim=1, descending=True)
-                old[number] = torch.take_along_dim(q, order[:, None], 2)
+        sides = [(at, side, q) for at, b in enumerate(batches) for side, q in enumerate(_basis(b)) if q is not None]
+        factors, old = list[Tensor](), list[Tensor]()
+        for at, side, q in sides:
+            F = batches[at].get("SA"[side])
+            if self.moments == "sorted":
+                order = (q * (F @ q)).sum(1).argsort(dim=1, descending=True)
+                q = torch.take_along_dim(q, order[:, None], 2)
                 along = order[:, None, :, None] if side == 0 else order[:, None, None, :]
                 scales[at] = torch.take_along_dim(scales[at], along, 2 + side)
+            factors.append(F + torch.diag_embed(self._shift(F).expand(F.shape[:2])))
+            old.append(q)
         new, _ = iterate_bases(factors, old, sort=self.moments == "carried")
-        for (at, side), q in zip(sides, new, strict=True):
-            batches[at].put("QP"[side], q)
-        for batch, basis, D in zip(batches, before, scales, strict=True):
+        for (at, side, q), now in zip(sides, new, strict=True):
             if self.moments == "carried":
-                U, V = (_overlap(now, q) for now, q in zip(_basis(batch), basis, strict=True))
-                D = _rotated(U, D, _mT(V))
+                U = (q.mT @ now).square()
+                scales[at] = _rotated(U, scales[at], None) if side == 0 else _rotated(None, scales[at], U)
+            batches[at].put("QP"[side], now)
+        for batch, D in zip(batches, scales, strict=True):
             batch.put("D", D.flatten(0, 1))
+
+    def _first_basis(self, F: Tensor) -> Tensor:
+        """Eigenvectors of F [N d d], and a fixed basis of those below τ."""
+        values, vectors = (t.flip(-1) for t in spectrum(F))
+        low = ((values <= self._shift(F)) & (values[:, :1] > 0)).unsqueeze(1)
+        fixed = torch.randn(F.shape[1:], generator=torch.Generator().manual_seed(0), dtype=F.dtype, device="cpu")
+        return torch.linalg.qr(torch.where(low, fixed.to(F.device), vectors)).Q
+
+    def _shift(self, F: Tensor) -> Tensor:
+        """τ [N 1], at least about the rounding of F."""
+        mean, λ = F.diagonal(dim1=1, dim2=2).mean(1, keepdim=True), self.param_groups[0]["damping"]
+        τ = torch.minimum(λ * mean if self._relative else torch.full_like(mean, λ), _TINY.epsilon * mean)
+        return torch.maximum(τ, F.shape[1] * torch.finfo(F.dtype).eps * mean)
 
 
 def _basis(batch: ShapeBatch) -> tuple[Tensor | None, Tensor | None]:
@@ -167,16 +179,7 @@ def _basis(batch: ShapeBatch) -> tuple[Tensor | None, Tensor | None]:
     return Q, P
 
 
-def _mT(q: Tensor | None) -> Tensor | None:
-    return None if q is None else q.mT
-
-
-def _rotated(left: Tensor | None, W: Tensor, right: Tensor | None) -> Tensor:
-    """L W R of matrices [N k o i]."""
-    W = W if left is None else left.unsqueeze(1) @ W
-    return W if right is None else W @ right.unsqueeze(1)
-
-
-def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
-    """(Q'ᵀQ)², number by number."""
-    return None if new is None or old is None else (new.mT @ old).square()
+def _rotated(Q: Tensor | None, W: Tensor, P: Tensor | None) -> Tensor:
+    """QᵀWP of matrices [N k o i]."""
+    W = W if Q is None else Q.mT.unsqueeze(1) @ W
+    return W if P is None else W @ P.unsqueeze(1)

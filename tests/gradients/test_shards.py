@@ -17,7 +17,6 @@ from tests.gradients import shards
 
 ROOT = Path(__file__).parents[2]
 RANKS = [(world, rank) for world in shards.LAYOUTS for rank in range(world)]
-BOUNDS = {"soap": 1e-3}  # rounding chooses the basis of a null space; all others 1e-12
 Found = dict[tuple[int, int], dict[Any, Any]]
 
 
@@ -51,9 +50,9 @@ def test_processes_take_the_steps_of_one(world: int, layout: str, name: str, fou
     opt = shards.MAKES[name](model)
     expected, metrics = shards.train(model, opt, range(shards.STEPS), layout), opt.metrics(layers=True)
     for rank in range(world):
-        assert float((found[world, rank][layout, name] - expected).norm() / expected.norm()) < BOUNDS.get(name, 1e-12)
+        assert float((found[world, rank][layout, name] - expected).norm() / expected.norm()) < 1e-12
         for key, told in found[world, rank]["metrics", layout, name].items():
-            if "step_rms" in key and name != "soap":
+            if "step_rms" in key:
                 torch.testing.assert_close(told, metrics[key], rtol=1e-11, atol=0)
 
 
@@ -115,8 +114,9 @@ def test_every_process_of_ddp_has_the_whole_state(name: str, found: Found) -> No
     one, other = (found[2, rank]["state", "ddp", name] for rank in range(2))
     assert one.keys() == other.keys() == expected.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
-    for key in one if name != "soap" else ():
-        assert float((one[key] - expected[key]).norm()) <= 1e-10 * float(expected[key].norm() + 1e-9)
+    share = 1e-8 if name == "soap" else 1e-10  # bases turn by the rounding of factors, over 10⁻⁶
+    for key in one:
+        assert float((one[key] - expected[key]).norm()) <= share * float(expected[key].norm() + 1e-9)
 
 
 def test_owners_are_equally_busy_and_none_keeps_more_than_its_share() -> None:
@@ -155,5 +155,5 @@ def test_a_mesh_of_one_process_takes_the_steps_of_no_mesh(name: str, tmp_path: P
     alone = shards.build("fsdp", divided=False)
     opt = shards.MAKES[name](alone)
     expected = shards.train(alone, opt, range(shards.STEPS), "fsdp")
-    assert float((end - expected).norm() / expected.norm()) < BOUNDS.get(name, 1e-12)
+    assert float((end - expected).norm() / expected.norm()) < 1e-12
     assert state.keys() == shards.state_of(opt).keys()

@@ -396,9 +396,10 @@ def test_soap_as_published_takes_the_steps_of_the_paper(size: int, every: int) -
 
 
 def test_soap_takes_the_steps_of_a_dense_reference_in_every_basis() -> None:
-    """θ ← (1 − lr·wd)θ − lr·Q (QᵀMP/√(D + λ)) Pᵀ, Q ← QR(SQ), columns sorted, and D carried into the new basis."""
+    """θ ← (1 − lr·wd)θ − lr·Q (QᵀMP/√(D + λ)) Pᵀ, Q ← QR((S + λ)Q), sorted, and D carried into the new basis."""
 
     def followed(F: Tensor, Q: Tensor) -> Tensor:
+        F = F + 1e-6 * F.diagonal().mean() * torch.eye(5, dtype=torch.float64)
         return torch.linalg.qr(F @ Q[:, (Q * (F @ Q)).sum(0).argsort(descending=True)]).Q
 
     linear = seeded(lambda: nn.Linear(5, 5, bias=False).double())
