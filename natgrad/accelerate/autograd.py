@@ -283,6 +283,18 @@ def _grad(
     return grads
 
 
+def pull(y: Tensor, at: Tensor, u: Tensor) -> Tensor:
+    """Jᵀu at a leaf of a small graph, which stays, without the checks of ``torch.autograd.grad``: a third of its time.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> pull(3 * x, x, torch.tensor([1.0, 2.0]))
+    tensor([3., 6.])
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    (grad,) = engine.run_backward((y,), (u,), True, False, (at,), True, accumulate_grad=False)
+    return torch.zeros_like(at) if grad is None else grad
+
+
 _ROOM = 2**26  # bytes
 
 

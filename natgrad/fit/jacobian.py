@@ -116,9 +116,9 @@ class ResidualJacobian(ABC):
         J = self.formed() if self.operator.layout.size <= min(_TRIANGULAR, len(t) - 1) else None
         if J is None:
             return None
-        lengths = J.norm(dim=0)  # the rank does not depend on the units of parameters
-        problem = TriangularLeastSquares.of((J / (lengths + (lengths == 0))).unsqueeze(0), t.unsqueeze(0))
-        return 2 * float(problem.decrease(problem.shortest()))
+        problem = TriangularLeastSquares.of(J.unsqueeze(0), t.unsqueeze(0))
+        D = problem.lengths + (problem.lengths == 0)  # the rank does not depend on the units of parameters
+        return float(problem.decrease(problem.shortest(D)))
 
     def push(self, v: Tensor) -> Tensor:
         """J v [m]."""
@@ -226,7 +226,7 @@ class DenseJacobian(ResidualJacobian):
         Q, R = self._qr
         problem = TriangularLeastSquares(R.unsqueeze(0), -(t @ Q).unsqueeze(0))
         root = R.new_full((1, R.shape[1]), math.sqrt(damping))
-        return (problem.damped(root) if damping > 0 else problem.shortest()).squeeze(0)
+        return (problem.damped(root) if damping > 0 else problem.shortest(torch.ones_like(root))).squeeze(0)
 
     def sharp(self, ω: Tensor, damping: float) -> Tensor:
         return self._normal.solve(ω, damping)

@@ -68,18 +68,18 @@ class RobustLoss:
             raise ValueError(f"f_scale must be positive and finite, got {scale}: residuals beyond it are outliers")
         return RobustLoss((lambda z: tuple(name(z))) if callable(name) else RHO[name], float(scale))
 
-    def cost(self, f: Tensor) -> Tensor:
-        """[*] of residuals f [* m]."""
+    def squares(self, f: Tensor) -> Tensor:
+        """Twice the cost [*] of residuals f [* m]."""
         if self.rho is None:
-            return 0.5 * torch.linalg.vecdot(f, f)
-        return 0.5 * self.scale**2 * self.rho((f / self.scale).square())[0].sum(-1)
+            return torch.linalg.vecdot(f, f)
+        return self.scale**2 * self.rho((f / self.scale).square())[0].sum(-1)
 
     def decrease(self, here: Tensor, there: Tensor) -> Tensor:
-        """The cost here less that there [*], term by term: the difference of two sums would be rounding."""
+        """Twice the cost here less that there [*], term by term: the difference of two sums would be rounding."""
         if self.rho is None:
-            return 0.5 * torch.linalg.vecdot(here - there, here + there)
+            return torch.linalg.vecdot(here - there, here + there)
         a, b = (self.rho((f / self.scale).square())[0] for f in (here, there))
-        return 0.5 * self.scale**2 * (a - b).sum(-1)
+        return self.scale**2 * (a - b).sum(-1)
 
     def weighted(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
         """f̃ [* m] and J̃ [* m n] with the gradient J̃ᵀf̃ and the curvature J̃ᵀJ̃ of the cost (Triggs et al. 2000).

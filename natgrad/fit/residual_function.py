@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.autograd import pull
 from natgrad.accelerate.devices import in_transform
 from natgrad.accelerate.temporaries import SMALL_PASSES, by_rows
 from natgrad.log import OnceLogger, listed
@@ -55,16 +56,13 @@ class _Evaluation:
     @staticmethod
     def of(x: Tensor, leaf: Tensor, function: Callable[[Tensor], Tensor]) -> _Evaluation:
         if in_transform() or torch.is_inference_mode_enabled():  # where tensors have no graphs
-            end, pull, *_ = torch.func.vjp(function, leaf)
-            return _Evaluation(x, end.detach().reshape(len(x), -1), leaf, end, lambda u: pull(u)[0])
+            end, vjp, *_ = torch.func.vjp(function, leaf)
+            return _Evaluation(x, end.detach().reshape(x.shape[0], -1), leaf, end, lambda u: vjp(u)[0])
         leaf = leaf.detach().requires_grad_()
         with torch.enable_grad():
             end = function(leaf)
 
-        def pull_back(u: Tensor) -> Tensor:
-            return torch.autograd.grad((end,), (leaf,), (u,), retain_graph=True, materialize_grads=True)[0]
-
-        return _Evaluation(x, end.detach().reshape(len(x), -1), leaf, end, pull_back)
+        return _Evaluation(x, end.detach().reshape(x.shape[0], -1), leaf, end, lambda u: pull(end, leaf, u))
 
     @property
     def is_constant(self) -> bool:

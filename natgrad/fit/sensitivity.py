@@ -51,8 +51,8 @@ def differentiable(
     H and x are constants here, so that second derivatives would be wrong, and are refused.
     """
 
-    def cost(x: Tensor, *args: Any) -> Tensor:
-        return loss.cost(residuals.one(x, *args))
+    def cost(x: Tensor, *args: Any) -> Tensor:  # twice that: H and ∇L are, too
+        return loss.squares(residuals.one(x, *args))
 
     if residuals.batch:
         H = torch.vmap(torch.func.hessian(cost))(x, *residuals.args)

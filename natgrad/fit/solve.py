@@ -26,6 +26,7 @@ from natgrad.linalg import is_number
 from natgrad.log import OnceLogger
 
 _logger = OnceLogger()
+_NOISE = 8  # in units of the machine epsilon: what a sum of squares may be off by
 _FEW = 16  # times the smallest normal number: a cost below has few digits
 
 
@@ -108,14 +109,9 @@ def least_squares(
         _check_args(args, len(x))
     lower, upper = _box(bounds, flat, x)
     eps = torch.finfo(x.dtype).eps
-    rules = Rules(
-        ftol=_tolerance(ftol, "ftol", eps),
-        xtol=_tolerance(xtol, "xtol", eps),
-        gtol=_tolerance(gtol, "gtol", eps),
-        lower=lower,
-        upper=upper,
-        D=_scale(x_scale, flat),
-    )
+    tolerances = [_tolerance(each, name, eps) for each, name in ((ftol, "ftol"), (xtol, "xtol"), (gtol, "gtol"))]
+    numbers = x.new_tensor([*tolerances, _NOISE * eps]).unbind()
+    rules = Rules(numbers[0], numbers[1], numbers[2], numbers[3], lower, upper, _scale(x_scale, flat))
     if ftol is None and xtol is None and gtol is None:
         raise ValueError("one of ftol, xtol and gtol must be a number: nothing else says when the fit has converged")
     robust = RobustLoss.named(loss, f_scale)
@@ -155,7 +151,7 @@ def _result(
     x = unknowns.whole(fits.x)
     result = FitResult(
         x=unknowns.unflatten(x),
-        cost=fits.cost[0] if one else fits.cost,
+        cost=0.5 * (fits.squares[0] if one else fits.squares),
         fun=fits.f.view(shape if one else (len(x), *shape)),
         jac=J[0] if one else J,
         nfev=int(fits.nfev) if one else fits.nfev,
@@ -187,7 +183,7 @@ def _watch(callback: Callable[..., Any] | None, residuals: ResidualFunction) -> 
         x = residuals.unknowns.unflatten(residuals.unknowns.whole(fits.x))
         try:
             if takes_all:
-                cost, fun = fits.cost[0], fits.f.view(residuals.shape)
+                cost, fun = 0.5 * fits.squares[0], fits.f.view(residuals.shape)
                 callback(intermediate_result=Iterate(x, cost, fun, nit, residuals.calls.count))
             else:
                 callback(x)
@@ -413,8 +409,7 @@ def _count(max_nfev: Any) -> int:
 
 def _say_underflow(fits: Fits, eps: float) -> None:
     """Where the squares of all residuals are zero, or have lost digits, a fit ends anywhere: name such fits."""
-    tiny = torch.finfo(fits.f.dtype).tiny
-    lost = fits.cost < _FEW * tiny
+    lost = fits.squares < 2 * _FEW * torch.finfo(fits.f.dtype).tiny
     if not bool(lost.any()):
         return
     sizes = fits.f.abs()

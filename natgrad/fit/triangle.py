@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -38,17 +39,25 @@ class TriangularLeastSquares:
             triangle = _gram_schmidt(torch.cat([J.movedim(-1, 0), r.unsqueeze(0)]))
         else:
             triangle = torch.linalg.qr(torch.cat([J.mT, r.unsqueeze(-2)], -2).mT, mode="r").R  # LAPACK goes by columns
-        rows = triangle.narrow(-2, 0, min(m, n))
+        return TriangularLeastSquares._of_rows(triangle, min(m, n))
+
+    @staticmethod
+    def _of_rows(triangle: Tensor, k: int) -> TriangularLeastSquares:
+        """From the first rows of [R z] [* ≥k n+1]."""
+        rows, n = triangle.narrow(-2, 0, k), triangle.shape[-1] - 1
         return TriangularLeastSquares(rows.narrow(-1, 0, n), rows.select(-1, n))
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The norms of the columns of J, which are those of R [* n]."""
+        return torch.linalg.vector_norm(self.R, dim=-2)
+
     def below(self, d: Tensor) -> TriangularLeastSquares:
-        """‖Jp + r‖² + ‖d ∘ p‖² for d [* n], again as a triangle."""
-        k, n = self.R.shape[-2:]
-        both = self.R.new_zeros(*self.z.shape[:-1], k + n, n + 1)
-        both[..., :k, :n], both[..., :k, n] = self.R, self.z
-        both[..., k:, :n].diagonal(dim1=-2, dim2=-1).copy_(d)
-        triangle = torch.linalg.qr(both, mode="r").R
-        return TriangularLeastSquares(triangle[..., :n, :n], triangle[..., :n, n])
+        """‖Jp + r‖² + ‖d ∘ p‖² for d [* n] or [* 1], again as a triangle."""
+        n = self.R.shape[-1]
+        weights = d.unsqueeze(-1) * torch.eye(n, n + 1, dtype=d.dtype, device=d.device)
+        both = torch.cat([torch.cat([self.R, self.z.unsqueeze(-1)], -1), weights], -2)
+        return TriangularLeastSquares._of_rows(torch.linalg.qr(both, mode="r").R, n)
 
     def damped(self, d: Tensor) -> Tensor:
         """p = argmin ‖Jp + r‖² + ‖d ∘ p‖² for d [* n]: Levenberg–Marquardt with λ where d = √λ·D (Moré 1978)."""
@@ -56,26 +65,34 @@ class TriangularLeastSquares:
 
     def undamped(self) -> Tensor:
         """p = −R⁻¹z, the Gauss–Newton step: not finite where R is singular, and with m < n there is none."""
-        return -torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1)
+        return torch.linalg.solve_triangular(self.R, self.z.unsqueeze(-1), upper=True).squeeze(-1).neg()
 
-    def shortest(self) -> Tensor:
-        """p of any R [b k n]: where a pivot is rounding, or a column has no square, the shortest of all minima."""
+    def regular(self) -> Tensor:
+        """Whether no pivot is rounding, beside its column, and no column has the square zero [*]."""
         (k, n), number = self.R.shape[-2:], torch.finfo(self.z.dtype)
-        lengths, rounding = torch.linalg.vector_norm(self.R, dim=-2)[..., :k], _SINGULAR * number.eps
-        pivots = self.R.diagonal(dim1=-2, dim2=-1).abs()
-        regular = (pivots > rounding * lengths.where(lengths > number.tiny**0.5, torch.inf)).all(-1) & (k == n)
+        pivots, lengths = self.R.diagonal(dim1=-2, dim2=-1).abs(), self.lengths.narrow(-1, 0, k)
+        regular = (pivots.sub(lengths, alpha=_SINGULAR * number.eps) > number.tiny**0.5).all(-1)
+        return regular if k == n else torch.zeros_like(regular)
+
+    def shortest(self, D: Tensor) -> Tensor:
+        """p of any R [b k n]: where it is not regular, the minimum with the shortest Dp [b n]."""
+        regular = self.regular()
         if bool(regular.all()):
             return self.undamped()
-        rows = (~regular).nonzero().squeeze(-1)
-        R, z = self.R[rows], self.z[rows].unsqueeze(-1)
-        p = -(torch.linalg.pinv(R.nan_to_num(), rtol=rounding) @ z).squeeze(-1)
-        p = p + 0 * R.sum((-2, -1)).unsqueeze(-1)  # what is not finite stays so
+        rows, rounding = (~regular).nonzero().squeeze(-1), _SINGULAR * torch.finfo(self.z.dtype).eps
+        scaled, z = self.R[rows] / D[rows].unsqueeze(-2), self.z[rows].unsqueeze(-1)
+        p = -(torch.linalg.pinv(scaled.nan_to_num(), rtol=rounding) @ z).squeeze(-1) / D[rows]
+        p = p + 0 * scaled.sum((-2, -1)).unsqueeze(-1)  # what is not finite stays so
         return p if len(rows) == len(regular) else self.undamped().index_copy(0, rows, p)
 
+    def push(self, p: Tensor) -> Tensor:
+        """Rp [* k]."""
+        return (self.R @ p.unsqueeze(-1)).squeeze(-1)
+
     def decrease(self, p: Tensor) -> Tensor:
-        """½‖r‖² − ½‖Jp + r‖² = −⟨Rp, z + ½Rp⟩ [*]."""
-        pushed = (self.R @ p.unsqueeze(-1)).squeeze(-1)
-        return -torch.linalg.vecdot(pushed, torch.add(self.z, pushed, alpha=0.5))
+        """‖r‖² − ‖Jp + r‖² = −⟨Rp, 2z + Rp⟩ [*]."""
+        pushed = self.push(p)
+        return torch.linalg.vecdot(pushed, torch.add(pushed, self.z, alpha=2)).neg()
 
     def __getitem__(self, rows: Tensor) -> TriangularLeastSquares:
         """Some of the problems."""

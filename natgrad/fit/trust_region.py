@@ -9,9 +9,9 @@ from collections.abc import Callable
 from itertools import count
 
 import torch
-from torch import Tensor
+from torch import Tensor, as_tensor
 
-from natgrad.fit.fits import Fits, Rules
+from natgrad.fit.fits import Fits, Rules, some
 from natgrad.fit.linearised import Linearised
 from natgrad.fit.losses import RobustLoss
 from natgrad.fit.residual_function import ResidualFunction
@@ -21,21 +21,18 @@ from natgrad.fit.triangle import TriangularLeastSquares
 _SURE = 0.1  # of the size of x: a longer first step is taken only if its model is right; it could mix up two peaks
 _RIGHT = 0.1  # how far the ratio of actual to predicted decrease may be from 1 where the model is right
 _LEAST_RADIUS = 1e-8  # of the first trust region, where the size of x, 1, is not known from x itself
-_LEAST_RATIO = 1e-4  # least ratio of actual to predicted decrease of a step that is taken
-_POOR, _GOOD = 0.25, 0.75  # ratios below which a region shrinks, and above which it grows
+_LEAST_RATIO = as_tensor(1e-4)  # least ratio of actual to predicted decrease of a step that is taken
+_POOR, _GOOD = as_tensor(0.25), as_tensor(0.75)  # ratios below which a region shrinks, and above which it grows
 _FALLS = 0.9  # of the least offset: a settled fit goes on while its offset falls so
 _PATIENCE = 10
 _WHOLE = 5  # of _PATIENCE: what a settled fit loses with a step without damping after which the offset did not fall
-_CRAWLS = 10  # steps in a row that the region limits: after these a fit bends its steps
+_CRAWLS = as_tensor(10)  # steps in a row that the region limits: after these a fit bends its steps
+_NONE = as_tensor(0.0)
 _BENT = 0.2  # of a step: the longest bend that a second derivative is good for
 
 
 def minimise(
-    residuals: ResidualFunction,
-    x: Tensor,
-    loss: RobustLoss,
-    rules: Rules,
-    watch: Callable[[Fits, int], bool] | None = None,
+    residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules, watch: Callable[[Fits, int], bool] | None
 ) -> Fits:
     """Minimise the cost of every fit from x [b n] (Moré 1978): δ minimises ‖Jδ + f‖ where ‖Dδ‖ ≤ radius.
 
@@ -47,52 +44,49 @@ def minimise(
     was taken, and stops it by returning True.
     """
     fits = whole = Fits.start(residuals, x, loss, rules)
-    fits.stop(~(fits.cost < torch.inf), Status.NOT_FINITE)
-    rows = torch.arange(len(x), device=x.device)
-    trial, taken, jacobians = x, rows >= 0, 0
+    fits.stop(~(fits.squares < torch.inf), Status.NOT_FINITE)
+    rows, trial, taken, jacobians, asked = torch.arange(len(x), device=x.device), x, None, 0, False
     for step in count():
-        if bool(taken.any()):
+        if taken is None or bool(taken.any()):
             J = residuals.jacobian(trial)
-            fits.J = _chosen(taken.view(-1, 1, 1), J, fits.J)
+            fits.J = J if taken is None else torch.where(taken.view(-1, 1, 1), J, fits.J)
             jacobians += 1
             model = Linearised.at(*loss.weighted(fits.f, fits.J), fits, rules)
             fits.D = model.D
-            if step and watch is not None and watch(fits, jacobians - 1):
-                fits.stop(rows >= 0, Status.STOPPED)
-        _judge(fits, model, rules)
-        if residuals.left <= 0:
-            fits.stop(rows >= 0, Status.SPENT)
-        running = fits.status == Status.RUNNING
-        if not bool(running.all()):
-            fits.nfev = torch.full_like(fits.nfev, residuals.calls.count)
-            fits.njev = torch.full_like(fits.njev, jacobians)
-            if fits is not whole:
-                ended = (~running).nonzero().squeeze(-1)
-                whole.put(rows[ended], fits, ended)
-            going = running.nonzero().squeeze(-1)
-            if not len(going):
-                return whole
-            rows, model, fits = rows[going], model.of(going), fits.of(going)
-            residuals, rules = residuals.of(going), rules.of(going)
+            asked = step > 0 and watch is not None and watch(fits, jacobians - 1)
         if step == 0:
             # Where unknowns that matter are zero, x says nothing about its size
             fits.radius = torch.where(model.size > 0, model.size.maximum(_LEAST_RADIUS * model.unit), model.unit)
-        trial, taken = _step(residuals, fits, model, loss, rules, step)
+        spent, inside = residuals.left <= 0, bool((model.above & model.inside(fits.radius)).all())
+        if step == 0 or asked or spent or fits.settled is not None or not (inside or model.above.all()):
+            fits.stop(asked, Status.STOPPED)
+            _judge(fits, model)
+            fits.stop(spent, Status.SPENT)
+            running = fits.status == Status.RUNNING
+            if not bool(running.all()):
+                fits.nfev = torch.full_like(fits.nfev, residuals.calls.count)
+                fits.njev = torch.full_like(fits.njev, jacobians)
+                if fits is not whole:
+                    ended = (~running).nonzero().squeeze(-1)
+                    whole.put(rows[ended], fits, ended)
+                going = running.nonzero().squeeze(-1)
+                if not len(going):
+                    return whole
+                rows, model, fits, rules = rows[going], some(model, going), some(fits, going), some(rules, going)
+                residuals = residuals.of(going)
+            inside = bool(model.inside(fits.radius).all())
+        else:
+            fits.offset = model.offset
+        trial, taken = _step(residuals, fits, model, loss, rules, inside, step > 0)
     raise AssertionError  # count() has no end
 
 
-def _chosen(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return new if bool(rows.all()) else torch.where(rows, new, old)
-
-
-def _judge(fits: Fits, model: Linearised, rules: Rules) -> None:
+def _judge(fits: Fits, model: Linearised) -> None:
     """Stop the fits that a rule stops where they are."""
-    offset, settled = model.offset, fits.settled > 0
-    above = offset > rules.gtol
-    if not bool(above.all()):
-        fits.stop(~above, torch.where(offset.isnan(), Status.NOT_FINITE, Status.GTOL))
-    if bool(settled.any()):
-        waits = settled & ~(offset <= _FALLS * fits.offset)
+    offset = model.offset
+    fits.stop(~model.above, torch.where(offset.isnan(), Status.NOT_FINITE, Status.GTOL))
+    if fits.settled is not None:
+        waits = (fits.settled > 0) & ~(offset <= _FALLS * fits.offset)
         # A step that the region has limited says little about the end of a valley
         lost = torch.where(fits.λ > 0, 1, torch.where(model.promise <= model.rounding, _PATIENCE, _WHOLE))
         fits.stalled = torch.where(waits, fits.stalled + lost, 0)
@@ -102,81 +96,80 @@ def _judge(fits: Fits, model: Linearised, rules: Rules) -> None:
 
 
 def _step(
-    residuals: ResidualFunction, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, step: int
-) -> tuple[Tensor, Tensor]:
-    """Try one step of every fit: where it leads, and which fits take it."""
-    p, fits.λ = model.within(fits.radius, fits.λ)
-    norm, predicted, limited = model.norm, model.promise, fits.λ > 0
-    crawls = bool(limited.any())
-    if rules.lower is None:
-        trial = fits.x + p / model.D
-    else:
-        p, trial = model.in_box(p, fits.λ, fits.x, rules)
-    if crawls or rules.lower is not None:
-        norm, predicted = torch.linalg.vector_norm(p, dim=-1), model.QR.decrease(p)
-    f = residuals(trial)
-    actual = _decrease(loss, fits.f, f)
-    fits.limited = (fits.limited + 1) * limited
-    if crawls and rules.lower is None and loss.rho is None and residuals.left > 0:
-        f, trial, actual = _bent(residuals, fits, loss, p, f, trial, actual)
+    residuals: ResidualFunction, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, inside: bool, sure: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Try one step of every fit: where it leads, and which fits take it; None: all do.
 
-    eps, tiny = torch.finfo(f.dtype).eps, torch.finfo(f.dtype).tiny
-    ratio = actual / predicted.clamp(min=tiny)
-    taken, poor, good = ratio > _LEAST_RATIO, ratio <= _POOR, (ratio >= _GOOD) | ~limited
-    small = (rules.ftol * fits.cost).maximum(model.rounding)
-    # Without ftol, steps that the region makes short may gain little
-    by_f = (predicted if rules.ftol > 0 else model.promise).maximum(actual.abs()) <= small
-    by_x = norm <= rules.xtol * (model.size + rules.xtol * model.unit)
-    met = by_f | by_x
-    fits.settled = torch.zeros_like(fits.settled)
-    if bool(met.any()):
-        both = Status.FTOL_XTOL if rules.ftol > 0 else Status.XTOL  # without ftol, by_f is rounding
-        fits.settled = torch.where(by_f, torch.where(by_x, both, Status.FTOL), Status.XTOL * by_x)
-        taken = taken | (met & (actual >= -model.rounding))
-        poor = poor & ~(taken & (predicted <= model.rounding))  # rounding is no reason for a smaller region
-    radius = torch.where(good, 2 * norm, fits.radius)
-    if bool(poor.any()):
-        # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
-        least = eps**2 * (model.size + eps * model.unit)
-        less = torch.where(actual < 0, 0.25, 0.5) * fits.radius.minimum(norm)
-        radius = torch.where(poor, less.maximum(least), radius)
-    if step == 0:
-        unsure = (norm > 1.1 * _SURE * fits.radius) & ((ratio - 1).abs() > _RIGHT)
-        taken, radius = taken & ~unsure, torch.where(unsure, _SURE * fits.radius, radius)
-    fits.radius = radius
-    if bool(taken.all()):
-        fits.x, fits.f = trial, f
+    ``inside``: no fit has a minimum of its model outside of its trust region. ``sure``: long steps are taken, too, if
+    their model is not right.
+    """
+    δ, fits.λ = (model.δ, torch.zeros_like(model.norm)) if inside else model.within(fits.radius, fits.λ)
+    if rules.lower is None:
+        trial = fits.x + δ
     else:
-        rows, fits.shortened = taken.unsqueeze(-1), fits.shortened + (actual == -torch.inf)
+        δ, trial = model.in_box(δ, fits.λ, fits.x, rules)
+    norm, predicted = model.norm, model.promise
+    if not inside or rules.lower is not None:
+        norm, predicted = torch.linalg.vector_norm(model.D * δ, dim=-1), model.QR.decrease(δ)
+    f = residuals(trial)
+    actual = loss.decrease(fits.f, f)  # NaN, for which no comparison holds, where residuals are not finite
+    radius = norm + norm
+    if inside:
+        fits.limited = torch.zeros_like(fits.limited)
+    else:
+        limited = fits.λ > _NONE
+        fits.limited = (fits.limited + 1) * limited
+        crawls = fits.limited >= _CRAWLS
+        if rules.lower is None and loss.rho is None and residuals.left > 0 and bool(crawls.any()):
+            around = trial + _bend(fits, model.D, δ, f)
+            beside = residuals(around)
+            gain = loss.decrease(fits.f, beside)
+            bent = crawls & (gain > actual)
+            fits.limited = torch.where(crawls & ~bent, 0, fits.limited)  # it is not for a bend that the fit crawls
+            if bool(bent.all()):
+                trial, f, actual = around, beside, gain
+            else:
+                rows = bent.unsqueeze(-1)
+                trial, f = torch.where(rows, around, trial), torch.where(rows, beside, f)
+                actual = torch.where(bent, gain, actual)
+        radius = torch.where((actual >= _GOOD * predicted) | ~limited, radius, fits.radius)
+
+    small, fair = (rules.ftol * fits.squares).maximum(model.rounding), actual > _POOR * predicted
+    fits.settled, taken = None, None
+    if not (sure and bool((fair & (actual > small) & (norm > model.least)).all())):  # most steps are
+        taken, poor = actual > _LEAST_RATIO * predicted, ~fair
+        # Without ftol, by_f is rounding, and steps that the region makes short may gain little
+        reach, both = (predicted, Status.FTOL_XTOL) if rules.ftol > 0 else (model.promise, Status.XTOL)
+        by_f, by_x = reach.maximum(actual.abs()) <= small, norm <= model.least
+        met = by_f | by_x
+        if bool(met.any()):
+            fits.settled = torch.where(by_f, torch.where(by_x, both, Status.FTOL), Status.XTOL * by_x)
+            taken = taken | (met & (actual >= -model.rounding))
+            poor = poor & ~(taken & (predicted <= model.rounding))  # rounding is no reason for a smaller region
+        # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
+        eps, less = torch.finfo(f.dtype).eps, torch.where(actual >= 0, 0.5, 0.25) * fits.radius.minimum(norm)
+        radius = torch.where(poor, less.maximum(eps**2 * (model.size + eps * model.unit)), radius)
+        if not sure:
+            unsure = (norm > 1.1 * _SURE * fits.radius) & ~((actual - predicted).abs() <= _RIGHT * predicted)
+            taken, radius = taken & ~unsure, torch.where(unsure, _SURE * fits.radius, radius)
+    if not inside:
+        fits.λ = fits.λ * (norm / radius)  # a guess for the next step: with a large λ, ‖Dδ‖ ~ 1/λ
+    fits.radius = radius
+    if taken is None or bool(taken.all()):
+        fits.x, fits.f, taken = trial, f, None
+    else:
+        rows, fits.shortened = taken.unsqueeze(-1), fits.shortened + ~actual.isfinite()
         fits.x, fits.f = torch.where(rows, trial, fits.x), torch.where(rows, f, fits.f)
-    fits.cost = loss.cost(fits.f)
+    fits.squares = loss.squares(fits.f)
     return trial, taken
 
 
-def _decrease(loss: RobustLoss, here: Tensor, there: Tensor) -> Tensor:
-    """What the cost falls by: −∞ where it is not finite."""
-    return loss.decrease(here, there).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+def _bend(fits: Fits, D: Tensor, δ: Tensor, f: Tensor) -> Tensor:
+    """Half of the acceleration of the curve that steps δ start along; 0 where that is long, or residuals f not finite.
 
-
-def _bent(
-    residuals: ResidualFunction, fits: Fits, loss: RobustLoss, p: Tensor, f: Tensor, trial: Tensor, actual: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Residuals, trial and decrease of steps that follow a bent valley, of fits that crawl, where that is lower.
-
-    Half of the acceleration a of the curve that a step starts along, (JᵀJ + λD²)a = −Jᵀr″, is added to it, with the
-    second derivative r″ of the residuals along the step (Transtrum and Sethna 2012).
+    (JᵀJ + λD²)a = −Jᵀr″ has the second derivative r″ of the residuals along the step (Transtrum and Sethna 2012).
     """
-    crawls = (fits.limited >= _CRAWLS) & (actual > -torch.inf)
-    if not bool(crawls.any()):
-        return f, trial, actual
-    half = f - fits.f - (fits.J @ (p / fits.D).unsqueeze(-1)).squeeze(-1)  # of r″
-    triangle = TriangularLeastSquares.of(fits.J / fits.D.unsqueeze(-2), half)
-    bend = triangle.damped(fits.λ.sqrt().unsqueeze(-1).expand_as(p))
-    short = torch.linalg.vector_norm(bend, dim=-1) <= _BENT * torch.linalg.vector_norm(p, dim=-1)
-    around = trial + torch.where((crawls & short).unsqueeze(-1), bend, 0.0) / fits.D
-    beside = residuals(around)
-    gain = _decrease(loss, fits.f, beside)
-    bent = crawls & (gain > actual)
-    fits.limited = torch.where(crawls & ~bent, 0, fits.limited)  # it is not for a bend that the fit crawls
-    rows = bent.unsqueeze(-1)
-    return _chosen(rows, beside, f), _chosen(rows, around, trial), torch.where(bent, gain, actual)
+    half = f - fits.f - (fits.J @ δ.unsqueeze(-1)).squeeze(-1)  # of r″
+    bend = TriangularLeastSquares.of(fits.J, half).damped(fits.λ.sqrt().unsqueeze(-1) * D)
+    lengths = torch.linalg.vector_norm(torch.stack([D * bend, D * δ]), dim=-1)
+    return torch.where((lengths[0] <= _BENT * lengths[1]).unsqueeze(-1), bend, 0.0)
