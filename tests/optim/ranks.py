@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import handle_torch_function, has_torch_function
 
 import natgrad as ng
 from natgrad.errors import NatgradError
@@ -136,6 +138,25 @@ class Wide(nn.Module):
         return self.last(torch.tanh(self.first(torch.cos(x @ self.get_buffer("waves")))))
 
 
+def synchronised() -> nn.Module:
+    """Two layers whose outputs are normalised over the batches of all processes."""
+    norms = nn.SyncBatchNorm(4), nn.SyncBatchNorm(4)
+    return nn.Sequential(nn.Linear(3, 4), norms[0], nn.Tanh(), nn.Linear(4, 4), norms[1], nn.ReLU(), nn.Linear(4, 3))
+
+
+@final
+class Pixels(nn.Module):
+    """A convolution whose outputs are normalised over the batches of all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv1d(1, 4, 2), nn.SyncBatchNorm(4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        return self.last(torch.tanh(self.norm(self.conv(x[:, None]))).flatten(1))
+
+
 def plain() -> nn.Module:
     """Three layers of different sizes."""
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -173,6 +194,8 @@ CASES = {
     "kfac_accumulated": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), pieces=2),
     "kfac_compiled": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), compiled),
     "kfac_wide": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Wide),
+    "kfac_synchronised": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), synchronised),
+    "kfac_pixels": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Pixels),
     "sobolev_kfac": Case(lambda m: ng.SobolevKFAC(m, EXACT, lengthscale=2.0, **SCHEDULE), apart=True),
     "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, lr=0.2, metric_every=1, inverse_every=1)),
     "ekfac_schedules": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE)),
@@ -217,8 +240,20 @@ CASES = {
         )
     ),
     "kernel": Case(_natural(structure=ng.Kernel())),
+    "own_synchronised": Case(
+        _natural(
+            metric=ng.Empirical(reduction="sum"),
+            structure=ng.Kronecker(),
+            damping=ng.Relative(0.1),
+            step=ng.Normalised(),
+        ),
+        synchronised,
+    ),
     "trust_region": Case(_natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking()))),
     "geodesic": Case(_natural(structure=ng.Kronecker(), step=ng.GeodesicCorrected())),
+    "trust_synchronised": Case(
+        _natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking())), synchronised
+    ),
     "levenberg_marquardt": Case(_natural(structure=ng.Kronecker(), step=ng.LevenbergMarquardt()), closure=True),
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
@@ -278,6 +313,60 @@ def group(folder: Path, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def synchronised_on_a_processor() -> Iterator[None]:
+    """``nn.SyncBatchNorm`` as it is, with what it calls on a GPU written out: torch refuses it on a processor."""
+
+    def over(x: Tensor) -> list[int]:
+        return [axis for axis in range(x.ndim) if axis != 1]
+
+    def column(t: Tensor, x: Tensor) -> Tensor:
+        return t.view(-1, *[1] * (x.ndim - 2))
+
+    def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x.mean(over(x)), (x.var(over(x), unbiased=False) + eps).rsqrt()
+
+    def gathered(
+        x: Tensor, means: Tensor, invstds: Tensor, mean: Tensor, var: Tensor, momentum: float, eps: float, n: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        share, total = n.unsqueeze(1) / n.sum(), n.sum()
+        μ = (share * means).sum(0)
+        σ2 = (share * (invstds**-2 - eps + (means - μ) ** 2)).sum(0)
+        mean.lerp_(μ, momentum)
+        var.lerp_(σ2 * total / (total - 1), momentum)
+        return μ, (σ2 + eps).rsqrt()
+
+    def standardised(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
+        if has_torch_function((x,)):
+            out: Tensor = handle_torch_function(standardised, (x,), x, weight, bias, mean, invstd, eps)
+            return out
+        return (x - column(mean, x)) * column(invstd * weight, x) + column(bias, x)
+
+    def sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        total, moment = g.sum(over(x)), (g * (x - column(mean, x))).sum(over(x))
+        return total, moment, moment * invstd, total
+
+    def backward(
+        g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor, moment: Tensor, n: Tensor
+    ) -> Tensor:
+        size, slope = n.sum(), column(invstd**2 * moment, x)
+        return (g - column(total, x) / size - (x - column(mean, x)) * slope / size) * column(invstd * weight, x)
+
+    with (
+        patch.multiple(
+            torch,
+            batch_norm_stats=statistics,
+            batch_norm_gather_stats_with_counts=gathered,
+            batch_norm_elemt=standardised,
+            batch_norm_backward_reduce=sums,
+            batch_norm_backward_elemt=backward,
+        ),
+        patch.object(torch._C, "_get_privateuse1_backend_name", lambda: "cpu"),
+        patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None),
+    ):
+        yield
+
+
 def worker(rank: int, folder: Path) -> None:
     """Everything, in one of two processes: what it found is saved by the name of the case."""
     torch.set_num_threads(1)
@@ -286,8 +375,9 @@ def worker(rank: int, folder: Path) -> None:
     early = CASES["kfac"].make(module)  # before there are several processes
     with group(folder, rank):
         for name, case in {**CASES, "wide": WIDE}.items():
-            model = DistributedDataParallel(build(case))
-            found[name] = train(case, model, case.make(model), range(STEPS), rank)
+            with synchronised_on_a_processor() if case.model in (synchronised, Pixels) else nullcontext():
+                model = DistributedDataParallel(build(case))
+                found[name] = train(case, model, case.make(model), range(STEPS), rank)
         for name in RESUMED:
             found[f"{name}/resumed"], found[f"{name}/state"] = _resumed(CASES[name], folder / f"{name}.pt", rank)
         found["names"] = _names()
