@@ -353,7 +353,7 @@ class Operator(ABC):
 
     def _logdet(self, damping: Damping) -> Tensor:
         """Of G + λ, whatever the power."""
-        return self._damped_eigenvalues(damping).log().sum().to(self.layout.dtype)
+        return self._damped_eigenvalues("logdet", damping).log().sum().to(self.layout.dtype)
 
     def flat(self, v: Vector) -> Covector:
         """v♭ = G v."""
@@ -399,7 +399,7 @@ class Operator(ABC):
         """Where the power is not zero."""
         λ = self.absolute(damping)
         if λ > 0 or not isinstance(damping, Relative):
-            self._damped_eigenvalues(damping)
+            self._damped_eigenvalues("Cholesky", damping)
         return DualMetric(self.layout, self.map(lambda w: inverse_powered(w.clamp(min=0) + λ, self.power)))
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
@@ -412,21 +412,22 @@ class Operator(ABC):
         """Where the power is not zero, or there is a weight."""
         if weight is not None:
             self.refuse("Pinv(weight=…)", "it knows no other norm; leave it out, or use Dense, BlockDense or Kernel")
-        λ, values = self.absolute(damping), self._spectrum()
+        values, λ = self._spectrum("Pinv"), self.absolute(damping)
         damped, rtol = values + λ, len(values) * torch.finfo(self.layout.dtype).eps if rtol is None else rtol
         refuse_indefinite(damped, rtol, damping, "the metric")
         cut = (rtol * damped.max()).to(self.layout.dtype)
         return DualMetric(self.layout, self.map(lambda w: torch.where(w + λ > cut, w + λ, torch.inf).pow(-self.power)))
 
-    def _spectrum(self) -> Tensor:
+    def _spectrum(self, user: str) -> Tensor:
+        """The eigenvalues, on behalf of a ``user``."""
         values = self.eigenvalues()
         if values is None:
-            self.refuse("an inverse", "only its products are known; solve with CG(), or use Dense or Kernel")
+            self.refuse(user, "it has products only; solve with CG(), or use Dense or Kernel")
         return values
 
-    def _damped_eigenvalues(self, damping: Damping) -> Tensor:
+    def _damped_eigenvalues(self, user: str, damping: Damping) -> Tensor:
         """The eigenvalues of G + λ [p], of which none is zero up to rounding."""
-        damped = self._spectrum() + self.absolute(damping)
+        damped = self._spectrum(user) + self.absolute(damping)
         check_finite(damped, "the metric")
         rounding = len(damped) * torch.finfo(self.layout.dtype).eps
         refuse_singular(damped, what="the metric", damping=damping, rtol=rounding)

@@ -117,14 +117,16 @@ class MatrixOperator(Operator):
 
     def _inverse(self, damping: Damping) -> Inverse:
         """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
-        shifts = _shifts(self.matrices, damping)
+        batches, shifts = _batched(self.indices, self.matrices), _shifts(self.matrices, damping)
+        indices = tuple(index for _, index, _ in batches)
         if self.power == 1 and not (isinstance(shifts, Tensor) and bool((shifts == 0).any())):
-            return CholeskyInverse.of(self.layout, self.indices, self.matrices, damping, self.what)
-        batches = _batched(self.indices, self.matrices)
+            largest = _largest(self.matrices)
+            triangles = (cholesky(matrix, _of_blocks(shifts, b), self.what, largest) for b, _, matrix in batches)
+            return CholeskyInverse(self.layout, indices, tuple(triangles))
         roots = (
             _damped_root(matrix, _of_blocks(shifts, b), damping, self.power, self.what) for b, _, matrix in batches
         )
-        inverse = PowerInverse(self.layout, tuple(index for _, index, _ in batches), tuple(roots))
+        inverse = PowerInverse(self.layout, indices, tuple(roots))
         if damping == 0:
             refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), self.what)
         return inverse
@@ -496,15 +498,6 @@ class CholeskyInverse(BlockInverse):
     indices: tuple[Tensor, ...]
     factors: tuple[Tensor, ...]  # L
     prefix: ClassVar[str] = "cholesky/"
-
-    @staticmethod
-    def of(
-        layout: Layout, indices: Sequence[Tensor], matrices: Sequence[Tensor], damping: Damping, what: str
-    ) -> CholeskyInverse:
-        """Of G + λ with these matrices at these positions, which errors call ``what``."""
-        batches, shifts, largest = _batched(indices, matrices), _shifts(matrices, damping), _largest(matrices)
-        factors = (cholesky(matrix, _of_blocks(shifts, numbers), what, largest) for numbers, _, matrix in batches)
-        return CholeskyInverse(layout, tuple(index for _, index, _ in batches), tuple(factors))
 
     def solve(self, ω: Tensor) -> Tensor:
         return self.each(lambda L, columns: torch.cholesky_solve(columns, L), ω)

@@ -180,7 +180,6 @@ class EigenKroneckerOperator(LayerOperator):
         unseen: Parameters of layers that no forward pass has used so far.
         power: p: the operator is G^p of the G that the tensors hold.
         positions: How many positions the factors are means over.
-        products: Whether D is s ⊗ a of the eigenvalues of S and A.
 
     Method:
         G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
@@ -196,7 +195,6 @@ class EigenKroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
-    products: bool = field(default=False, kw_only=True)  # whether D is s ⊗ a of the eigenvalues of S and A
 
     @property
     def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:

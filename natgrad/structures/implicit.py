@@ -135,20 +135,11 @@ class ImplicitOperator(RootedOperator):
             pullback.check_current("take diagonal() or trace()")
         return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
 
-    def logdet(self, damping: Damping = 0.0) -> Tensor:
-        self.refuse("logdet", "it has products only; estimate Dense or Kernel from the same pullback")
-
     def lerp(self, other: Operator, weight: float) -> ImplicitOperator:
         self.same_kind(other)
         old = tuple(((1 - weight) * w, pullback, linear) for w, pullback, linear in self.terms)
         new = tuple((weight * w, pullback, linear) for w, pullback, linear in cast(ImplicitOperator, other).terms)
         return ImplicitOperator(self.layout, old + new)
-
-    def inverse(self, damping: Damping) -> Inverse:
-        self.refuse("Cholesky", "it has products only; solve with CG(), or use Dense or Kernel")
-
-    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        self.refuse("Pinv", "it has products only; solve with CG(), or use Dense or Kernel")
 
 
 @final

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -35,7 +35,15 @@ from natgrad.accelerate.inverses import (
 from natgrad.accelerate.moments import lay_out
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import FactorisationError, IncompatibleError
-from natgrad.linalg import Damping, Relative, check_finite, is_rounding, number_of, refuse_singular
+from natgrad.linalg import (
+    Damping,
+    Relative,
+    check_finite,
+    is_rounding,
+    number_of,
+    refuse_singular,
+    without_rounding,
+)
 from natgrad.model import Model, library_pass
 from natgrad.output.hessian import Empirical
 from natgrad.pullbacks.coupling import at_fixed_address
@@ -73,6 +81,7 @@ from natgrad.structures.layered import (
     LayerInverse,
     LayerOperator,
     LayerSplit,
+    Rotation,
     WorkSharing,
     eigenvalues,
     factor_power,
@@ -398,7 +407,6 @@ class KroneckerOperator(LayerOperator):
         G = S ⊗ A on every layer: v = W [c o i] goes to S W A, or with a ``power`` p to S^p W A^p.
     """
 
-    products: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -455,22 +463,17 @@ class KroneckerOperator(LayerOperator):
     def diagonalised(self) -> EigenKroneckerOperator:
         """The same metric, by its eigenvectors: inverses at many dampings then factor nothing."""
         # In double precision: rounding of a small eigenvalue of one factor is multiplied by the largest of the other.
-        (s, q), (a, p) = (spectra([factor.double() for factor in side]) for side in (self.left, self.right))
-        dtype = self.layout.dtype
-        left, right = (tuple(side if side is None else side.to(dtype) for side in each) for each in (q, p))
-        scales = (self.layer_values(b, *pair).to(dtype) for b, pair in enumerate(zip(s, a, strict=True)))
-        return EigenKroneckerOperator(
-            self.layout,
-            self.blocks,
-            self.left,
-            self.right,
-            Basis(left, right),
-            tuple(scales),
-            self.fallback,
-            self.unseen,
-            power=self.power,
-            products=True,
-        )
+        dtype, values, vectors = self.layout.dtype, list[list[Tensor]](), list[tuple[Rotation, ...]]()
+        for side in (self.left, self.right):
+            λ, q = spectra([factor.double() for factor in side])
+            values.append([x if y is None else without_rounding(x, dtype) for x, y in zip(λ, q, strict=True)])
+            vectors.append(tuple(y if y is None else y.to(dtype) for y in q))
+        scales = tuple(self.layer_values(b, *pair).to(dtype) for b, pair in enumerate(zip(*values, strict=True)))
+        layers, basis = (self.layout, self.blocks, self.left, self.right), Basis(*vectors)
+        return EigenKroneckerOperator(*layers, basis, scales, self.fallback, self.unseen, power=self.power)
+
+    def eigenvalues(self) -> Tensor | None:
+        return self.diagonalised().eigenvalues()
 
     def _inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.

@@ -51,7 +51,6 @@ from natgrad.linalg import (
     refuse_indefinite,
     refuse_rounding,
     refuse_singular,
-    without_rounding,
 )
 from natgrad.log import listed
 from natgrad.model import Model, check_slots, check_types
@@ -439,11 +438,6 @@ class LayerOperator(Operator):
     unseen: frozenset[str]
     positions: tuple[int | Tensor, ...]  # of every layer, that A is a mean over: [c] or a number; () of an average
 
-    @property
-    @abstractmethod
-    def products(self) -> bool:
-        """Whether the eigenvalues of a layer are products of those of S and A, of which some are rounding."""
-
     @abstractmethod
     def applied(self, b: int, w: Tensor) -> Tensor:
         """G^p W [c o i] of the layer number b."""
@@ -551,15 +545,7 @@ class LayerOperator(Operator):
         return total if self.fallback is None else total + self.fallback._logdet(damping)
 
     def eigenvalues(self) -> Tensor | None:
-        layers, dtype = list[Tensor](), self.layout.dtype
-        scales, basis = self.spectrum()
-        for values, (q, p) in zip(scales, basis.sides, strict=True):
-            d = values.double()
-            if self.products and p is not None:  # beside one s_o the largest is that of A
-                d = without_rounding(d, dtype)
-            if self.products and q is not None:
-                d = without_rounding(d.mT, dtype).mT
-            layers.append(d.clamp(min=0).flatten())
+        layers = [d.double().clamp(min=0).flatten() for d in self.spectrum()[0]]
         if self.fallback is None:
             return torch.cat(layers)
         below = self.fallback.eigenvalues()

@@ -191,8 +191,8 @@ class LowRankOperator(Operator):
         if self.power != 1 or zero:
             return self._range_inverse(λ, zero)
         if self._bare(λ):
-            whole = torch.arange(self.floor.numel(), device=self.floor.device)
-            return CholeskyInverse.of(self.layout, [whole], [self.dense()], λ, _WHAT)
+            whole = torch.arange(self.floor.numel(), device=self.floor.device)[None]
+            return CholeskyInverse(self.layout, (whole,), (cholesky(self.dense()[None], λ, _WHAT),))
         e, b, factor = self._capacity(λ)
         return WoodburyInverse(self.layout, Columns(b), e.reciprocal(), factor)
 
