@@ -96,7 +96,12 @@ def aligned(factor: SymFactor) -> SymFactor:
 
 
 def stacked(factors: Sequence[Tensor]) -> Tensor:
-    """[Σc …]; those that lie ``side_by_side``, and a single one, are not copied."""
+    """[Σc …]; those that lie one after the other in memory, and a single one, are not copied.
+
+    >>> one, other = torch.arange(4.0).view(2, 2).split(1)
+    >>> stacked([one, other]).data_ptr() == one.data_ptr()
+    True
+    """
     if len(factors) == 1:
         return factors[0]
     first = factors[0]
@@ -113,19 +118,6 @@ def follows(one: Tensor, other: Tensor) -> bool:
         return False
     at = one.storage_offset() + one.numel()
     return other.storage_offset() == at and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors [c …], one after the other in memory, so that they can be ``stacked`` without a copy.
-
-    >>> a, b = side_by_side([torch.zeros(1, 2), torch.ones(1, 2)])
-    >>> stacked([a, b]).add_(1.0)
-    tensor([[1., 1.],
-            [2., 2.]])
-    >>> b
-    tensor([[2., 2.]])
-    """
-    return list(torch.cat(list(tensors)).split([len(t) for t in tensors]))
 
 
 def two_sided(left: SymFactor | None, w: Tensor, right: SymFactor | None, out: Tensor | None = None) -> Tensor:

@@ -395,6 +395,10 @@ class Operator(ABC):
         """(G + λ)^-p by the direct method of this structure. A metric that is zero has the inverse zero, relatively."""
         return IdentityInverse(self.layout) if self.power == 0 else self._inverse(damping)
 
+    def _shift(self, damping: Damping) -> float | Tensor:
+        """λ, added to the argument of ``map``: one number, or where there are means of blocks a number for each."""
+        return self.absolute(damping)
+
     def _inverse(self, damping: Damping) -> Inverse:
         """Where the power is not zero."""
         λ = self.absolute(damping)
@@ -412,7 +416,7 @@ class Operator(ABC):
         """Where the power is not zero, or there is a weight."""
         if weight is not None:
             self.refuse("Pinv(weight=…)", "it knows no other norm; leave it out, or use Dense, BlockDense or Kernel")
-        values, λ = self._spectrum("Pinv"), self.absolute(damping)
+        values, λ = self._spectrum("Pinv"), self._shift(damping)
         damped, rtol = values + λ, len(values) * torch.finfo(self.layout.dtype).eps if rtol is None else rtol
         refuse_indefinite(damped, rtol, damping, "the metric")
         cut = (rtol * damped.max()).to(self.layout.dtype)

@@ -58,7 +58,7 @@ class MatrixOperator(Operator):
 
     @property
     @abstractmethod
-    def titles(self) -> list[str]:
+    def titles(self) -> tuple[str, ...]:
         """What every matrix is, for errors."""
 
     @abstractmethod
@@ -163,6 +163,8 @@ class DenseOperator(MatrixOperator):
         power: p: the operator is G^p of the G that the tensors hold.
     """
 
+    what: ClassVar[str] = "the dense metric"
+    titles: ClassVar[tuple[str, ...]] = (what,)
     layout: Layout
     matrix: Tensor
     power: float = field(default=1.0, kw_only=True)
@@ -176,14 +178,6 @@ class DenseOperator(MatrixOperator):
     def indices(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # read only
         """All positions, as one block."""
         return (torch.arange(self.layout.size, device=self.matrix.device),)
-
-    @property
-    def what(self) -> str:
-        return "the dense metric"
-
-    @property
-    def titles(self) -> list[str]:
-        return [self.what]
 
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> DenseOperator:
         return DenseOperator(self.layout, *matrices, power=power)
@@ -217,8 +211,8 @@ class BlockDenseOperator(MatrixOperator):
         return f"a block of the metric ({', '.join(self.names)})"
 
     @property
-    def titles(self) -> list[str]:
-        return [f"the block {name} of the metric" for name in self.names]
+    def titles(self) -> tuple[str, ...]:
+        return tuple([f"the block {name} of the metric" for name in self.names])
 
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> BlockDenseOperator:
         return replace(self, matrices=tuple(matrices), power=power)

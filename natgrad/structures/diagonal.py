@@ -16,7 +16,6 @@ from natgrad.linalg import (
     Relative,
     check_finite,
     inverse_powered,
-    refuse_indefinite,
     refuse_rounding,
     refuse_singular,
 )
@@ -73,25 +72,18 @@ class DiagonalOperator(Operator):
         return self.tensors()
 
     def _inverse(self, damping: Damping) -> Inverse:
-        return self._dual(inverse_powered(self._damped(damping), self.power))
+        scale = inverse_powered(self._damped(damping), self.power)
+        return DualMetric(self.layout, DiagonalOperator(self.layout, scale))
 
     def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         # The weight chooses among solutions that differ in the null space. For a diagonal G the one of least norm is
         # the same for every diagonal weight: zero where G is zero.
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the coordinates; give numbers a parameter")
-        check_finite(self.values, "the diagonal of the metric")
-        damped = self.values + self._shift(damping)
-        rtol = damped.numel() * torch.finfo(damped.dtype).eps if rtol is None else rtol
-        refuse_indefinite(damped, rtol, damping, _WHAT)
-        cut = rtol * damped.max()
-        return self._dual(torch.where(damped > cut, damped, torch.inf).pow(-self.power))
+        return super()._pseudo_inverse(damping, rtol, None)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         return super().inverse_from({"values" if key == "scale" else key: t for key, t in tensors.items()})  # of 0.1.0
-
-    def _dual(self, scale: Tensor) -> DualMetric:
-        return DualMetric(self.layout, DiagonalOperator(self.layout, scale))
 
     def _damped(self, damping: Damping) -> Tensor:
         """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""

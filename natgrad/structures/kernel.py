@@ -24,7 +24,6 @@ from natgrad.linalg import (
     eigvalsh,
     inverse_powered,
     refuse_lost_damping,
-    refuse_singular,
     without_rounding,
 )
 from natgrad.model import Model
@@ -344,16 +343,9 @@ class KernelOperator(RootedOperator):
 
     def _check(self, damping: float) -> None:
         """Woodbury divides by λ; without damping, say how singular the metric is."""
-        if damping > 0:
-            return
-        gram = self.gram()
-        values = eigvalsh(gram.double(), "the kernel")
-        zeros = values.new_zeros(max(self.layout.size - values.numel(), 0))
-        spectrum = torch.cat([zeros, values]).sort().values[-self.layout.size :]
-        rtol = values.numel() * torch.finfo(gram.dtype).eps
-        what = "the kernel metric, which Woodbury inverts only with damping,"
-        refuse_singular(spectrum, what=what, damping=damping, rtol=rtol)
-        self.refuse("Cholesky without damping", "Woodbury divides by it; add damping > 0, or use Pinv() or Dense")
+        if damping <= 0:
+            self._damped_eigenvalues("Cholesky", damping)
+            self.refuse("Cholesky without damping", "Woodbury divides by it; add damping > 0, or use Pinv() or Dense")
 
 
 @final

@@ -168,17 +168,13 @@ class Kronecker(Layered):
         if self.sides not in ("both", "inputs"):
             raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
 
-    @property
-    def _inputs_only(self) -> bool:
-        return self.sides == "inputs"
-
     def factor_shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
         s, a = super().factor_shapes(block)
-        return (s[:2] if self._inputs_only else s), a
+        return (s[:2] if self.sides == "inputs" else s), a
 
     def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         s, a = super().zeros(block, dtype)
-        return (torch.ones_like(s) if self._inputs_only else s), a
+        return (torch.ones_like(s) if self.sides == "inputs" else s), a
 
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
@@ -190,7 +186,8 @@ class Kronecker(Layered):
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         check_source(self, "outputs")
         split, layout = self.split(pullback, like), Layout(pullback.model.like, pullback.y.dtype)
-        estimates, positions = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
+        inputs_only = self.sides == "inputs"
+        estimates, positions = factors_of(pullback, split.used, self.sharing_rule, inputs_only=inputs_only)
         counts = tuple(split.of_all(positions, lambda block: 0))
         return replace(self.assemble(split, layout, estimates, self.fallback_estimate(split)), positions=counts)
 
@@ -216,7 +213,7 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        stream(pullback, split.used, self.sharing_rule, sink, inputs_only=self._inputs_only)
+        stream(pullback, split.used, self.sharing_rule, sink, inputs_only=self.sides == "inputs")
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
@@ -226,7 +223,7 @@ class Kronecker(Layered):
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.factor_shapes, inputs_only=self._inputs_only)
+        pairs = gradient_factors(sample, split.used, self.factor_shapes, inputs_only=self.sides == "inputs")
         return self.assemble(split, layout, pairs, fallback)
 
     def in_backward(

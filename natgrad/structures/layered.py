@@ -27,10 +27,8 @@ from natgrad.accelerate.inverses import (
     SymFactor,
     batch_by_size,
     diagonal,
-    follows,
     is_dense,
     layers_at_once,
-    side_by_side,
     stacked,
     two_sided,
 )
@@ -937,33 +935,19 @@ class SpectralInverse(LayerInverse):
     def of(
         layout: Layout, blocks: tuple[Block, ...], fallback: Inverse | None, basis: Basis, scales: Sequence[Tensor]
     ) -> SpectralInverse:
-        """On a GPU those of layers of one shape are copied to lie side by side, and so are solved at once."""
+        """Those of layers of one shape are laid side by side, and so are solved at once."""
         out = SpectralInverse(layout, blocks, fallback, basis.left, basis.right, tuple(scales))
-        if not blocks or not is_asynchronous(blocks[0].device):
-            return out
         sides: list[list[Rotation]] = [list(basis.left), list(basis.right), list(scales)]
-        for numbers in alike(blocks, basis).values():
-            lay_side_by_side(sides, numbers)
-        q, p, d = sides
-        return replace(out, left=tuple(q), right=tuple(p), scales=tuple(t for t in d if t is not None))
+        for batch in out.batches:
+            for side in sides:
+                if (stack := stacked_side(side, batch)) is not None:
+                    for b, t in zip(batch, stack.split(len(stack) // len(batch)), strict=True):
+                        side[b] = t
+        q, p, d = map(tuple, sides)
+        return replace(out, left=q, right=p, scales=cast(tuple[Tensor, ...], d))
 
     def stacks_with(self, b: int) -> object:
-        return self._runs[b]  # rotations are many numbers: we do not copy them into stacks
-
-    @cached_property
-    def _runs(self) -> list[int]:
-        """A number for every layer: the same for those of one shape whose tensors lie one after the other."""
-        runs, last = list[int](), dict[object, int]()
-        for b, block in enumerate(self.blocks):
-            kind = block.shape, block.factor_groups
-            before = last.get(kind)
-            runs.append(runs[before] if before is not None and self._follows(before, b) else b)
-            last[kind] = b
-        return runs
-
-    def _follows(self, before: int, b: int) -> bool:
-        pairs = [(side[before], side[b]) for side in (self.left, self.right, self.scales)]
-        return all(one is other if one is None or other is None else follows(one, other) for one, other in pairs)
+        return self.blocks[b].factor_groups, self.left[b] is None, self.right[b] is None
 
     @cached_property
     def stacks(self) -> list[tuple[Rotation, Rotation, Tensor]]:
@@ -1081,43 +1065,14 @@ class Basis:
         """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
         if old is self:
             return tuple(scales)
-        sides = ((self.left, old.left), (self.right, old.right))
-        kinds: dict[object, list[int]] = defaultdict(list)
-        for b, d in enumerate(scales):
-            kinds[
-                d.shape, tuple(q if q is None else q.shape for pair in sides for q in (side[b] for side in pair))
-            ].append(b)
-        out: dict[int, Tensor] = {}
-        for numbers in kinds.values():
-            count = layers_at_once(scales[numbers[0]].device, scales[numbers[0]].nbytes)
-            for batch in (numbers[at : at + count] for at in range(0, len(numbers), count)):
-                U, V = (_overlap(stacked_side(new, batch), stacked_side(before, batch)) for new, before in sides)
-                D = two_sided(_squared(U), stacked([scales[b] for b in batch]), _squared(V))
-                out.update(zip(batch, D.split(len(scales[batch[0]])), strict=True))
-        return tuple(out[b] for b in range(len(scales)))
+        pairs = zip(self.sides, old.sides, scales, strict=True)
+        return tuple(two_sided(_squared(_overlap(Q, q)), d, _squared(_overlap(P, p))) for (Q, P), (q, p), d in pairs)
 
 
 def stacked_side(side: Sequence[Rotation], numbers: Sequence[int]) -> Rotation:
     """The rotations [b·c d d] of some layers of one shape on one side, or None if they have none."""
     present = [q for q in (side[b] for b in numbers) if q is not None]
     return stacked(present) if present else None
-
-
-def alike(blocks: Sequence[Block], basis: Basis) -> dict[object, list[int]]:
-    """The numbers of the layers of one shape, which have rotations on the same sides."""
-    out: dict[object, list[int]] = defaultdict(list)
-    for b, (block, (q, p)) in enumerate(zip(blocks, basis.sides, strict=True)):
-        out[block.shape, block.factor_groups, q is None, p is None].append(b)
-    return out
-
-
-def lay_side_by_side(sides: Sequence[list[Rotation]], numbers: Sequence[int]) -> None:
-    """In every list, copies of the tensors of these layers that lie one after the other."""
-    for side in sides:
-        present = [t for t in (side[b] for b in numbers) if t is not None]
-        if len(present) > 1:
-            for b, t in zip(numbers, side_by_side(present), strict=True):
-                side[b] = t
 
 
 def turned(x: Tensor, q: Rotation) -> Tensor:
