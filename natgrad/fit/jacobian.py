@@ -18,7 +18,7 @@ from natgrad.linalg import check_finite, check_positive, eigh, eigvalsh, svd
 from natgrad.pullbacks.pullback import Pullback
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Layout, RootedOperator, Structure, averaged
+from natgrad.structures.base import Layout, RootedOperator, Structure, mean_of
 from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import Implicit, ImplicitOperator
 from natgrad.structures.kernel import Kernel, RowStack
@@ -317,7 +317,7 @@ def jacobian_of(
     if isinstance(structure, Kernel) or (isinstance(structure, Dense) and sizes.rows_fit):
         if isinstance(structure, Kernel):
             sizes.admit_kernel()
-        rows = RowStack(layout, tuple(map(Kernel().factored, pullbacks)), tuple(map(math.sqrt, weights)))
+        rows = RowStack(layout, tuple(map(Kernel().without_gram, pullbacks)), tuple(map(math.sqrt, weights)))
         return KernelJacobian(rows, sizes.rows_fit) if isinstance(structure, Kernel) else DenseJacobian(rows)
     pairs = list(zip(pullbacks, weights, strict=True))
     terms = tuple((w * c, at, linear) for pb, w in pairs for c, at, linear in Implicit().estimate(pb).terms)
@@ -329,7 +329,11 @@ def jacobian_of(
     if isinstance(structure, Implicit):
         products = solver or _DEFAULT_CG
         return StructuredJacobian(exact, lambda λ: products.init(exact, λ).solve)
-    total, mean, direct = sum(weights), averaged([(w, structure.estimate(pb)) for pb, w in pairs]), solver or Cholesky()
+    total, mean, direct = (
+        sum(weights),
+        mean_of([(w, structure.estimate(pb)) for pb, w in pairs]),
+        solver or Cholesky(),
+    )
 
     def invert(λ: float) -> Solve:
         inverse = direct.init(mean, λ / total)

@@ -567,7 +567,7 @@ class LoaderPullback:
                     "the labels that it has, or their class weights, and batches have other shares of those of one "
                     "head than of another. Give one batch, or a Fisher metric for every head"
                 )
-            operator = new if operator is None else operator.pooled(new, weight)
+            operator = new if operator is None else operator.pool(new, weight)
         return operator, n, outputs, count
 
 

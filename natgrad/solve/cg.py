@@ -17,7 +17,7 @@ from natgrad.linalg import Damping, check_damping, check_number_fields, range_ro
 from natgrad.log import OnceLogger
 from natgrad.model import check_slots
 from natgrad.solve.solvers import Solver
-from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, averaged
+from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, mean_of
 from natgrad.structures.implicit import ImplicitOperator
 
 
@@ -98,10 +98,10 @@ class CG(Solver):
     def _preconditioner(self, G: Operator, damping: Damping) -> Inverse | None:
         if self.preconditioner is None:
             return None
-        P, total = self.preconditioner.extracted(G), 1.0
+        P, total = self.preconditioner.extract(G), 1.0
         if P is None and isinstance(G, ImplicitOperator):
             total = sum(weight for weight, _ in G.pullbacks)
-            P = averaged([(weight, self.preconditioner.estimate(pb)) for weight, pb in G.pullbacks])
+            P = mean_of([(weight, self.preconditioner.estimate(pb)) for weight, pb in G.pullbacks])
         if P is not None:
             return P.inverse(damping / total if isinstance(damping, float) else damping)
         raise IncompatibleError(

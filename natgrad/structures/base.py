@@ -215,7 +215,7 @@ class Structure(ABC):
         """g gᵀ of one gradient in this structure. What is without a gradient is taken from ``like``, or is zero."""
         raise NotImplementedError
 
-    def extracted(self, G: Operator) -> Operator | None:
+    def extract(self, G: Operator) -> Operator | None:
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
         return None
 
@@ -445,7 +445,7 @@ class Operator(ABC):
         means = {key: torch.lerp(t, getattr(other, key), weight) for key, t in tensor_fields(self).items()}
         return replace(self, **means)  # type: ignore[type-var]  # a dataclass
 
-    def pooled(self, other: Operator, weight: float) -> Operator:
+    def pool(self, other: Operator, weight: float) -> Operator:
         """(1 − w) G + w G' of two parts of the data: as ``lerp``, but what is a mean over positions remains one."""
         return self.lerp(other, weight)
 
@@ -713,7 +713,7 @@ class Subset:
         return {name: element[name] for name in self.names}
 
 
-def averaged(terms: Sequence[tuple[float, Operator]]) -> Operator:
+def mean_of(terms: Sequence[tuple[float, Operator]]) -> Operator:
     """Σ_c w_c G_c / Σ_c w_c, as a structure averages: exact for matrices, factor by factor for Kronecker products."""
     done, average = terms[0]
     for weight, operator in terms[1:]:

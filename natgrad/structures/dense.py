@@ -229,21 +229,21 @@ class BlockDenseOperator(MatrixOperator):
 class FormedOperator(Operator):
     """A metric that is known by its products; its inverse, and what else needs eigenvalues, are those of its matrix."""
 
-    def formed(self) -> DenseOperator:
+    def to_dense(self) -> DenseOperator:
         """The same as a matrix [p p]."""
         return DenseOperator(self.layout, self.dense())
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Operator:
-        return self.formed().map(f)
+        return self.to_dense().map(f)
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
-        return self.formed().logdet(damping)
+        return self.to_dense().logdet(damping)
 
     def inverse(self, damping: Damping) -> Inverse:
-        return self.formed().inverse(damping)
+        return self.to_dense().inverse(damping)
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        return self.formed().pseudo_inverse(damping, rtol, weight)
+        return self.to_dense().pseudo_inverse(damping, rtol, weight)
 
     def lerp(self, other: Operator, weight: float) -> Self:
         self.refuse("a moving average", "average what it is made of")

@@ -154,5 +154,5 @@ class Diagonal(Structure):
             absent.put(absent.take(like.values), values)
         return DiagonalOperator(layout, values, power=self.power)
 
-    def extracted(self, G: Operator) -> DiagonalOperator:
+    def extract(self, G: Operator) -> DiagonalOperator:
         return DiagonalOperator(G.layout, G.diagonal(), power=self.power)

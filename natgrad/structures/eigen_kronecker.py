@@ -33,10 +33,10 @@ from natgrad.structures.layered import (
     WorkSharing,
     layer_tensors,
     packed_alike,
-    rotated,
-    rotated_back,
-    spread,
-    turned,
+    rotate,
+    rotate_back,
+    rotate_rows,
+    squares_of,
     turns_factors,
 )
 
@@ -204,16 +204,17 @@ class EigenKroneckerOperator(LayerOperator):
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
         return {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right, "D": self.scales}
 
-    def applied(self, b: int, w: Tensor) -> Tensor:
+    def act(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
-        return rotated_back(q, self.scales[b].pow(self.power) * rotated(q, w, p), p)
+        return rotate_back(q, self.scales[b].pow(self.power) * rotate(q, w, p), p)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> EigenKroneckerOperator:
         fallback = None if self.fallback is None else self.fallback.map(f)
         return replace(self, scales=tuple(map(f, self.scales)), fallback=fallback, power=1.0)
 
     def layer_diagonal(self, b: int) -> Tensor:
-        return spread(self.basis.left[b], self.scales[b].pow(self.power), self.basis.right[b])
+        q, p = self.basis.left[b], self.basis.right[b]
+        return rotate_back(squares_of(q), self.scales[b].pow(self.power), squares_of(p))
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return self.scales[b].double().clamp(min=0)
@@ -299,7 +300,7 @@ class RotatedSquares:
                 continue
             h = g.of(tape, block).dense().to(self._dtype)
             if b in self._inputs:
-                self._add_plain(b, h)
+                self._add_one_position(b, h)
             else:
                 self._add(b, tape.inputs(block), h)
 
@@ -312,22 +313,22 @@ class RotatedSquares:
         k, _, r, c, o = g.shape
         i = a.shape[-1]
         if p is None and r > 1:  # a need not be dense
-            self._sums[b].accumulate(a.squared_gradients(turned(g, q)))
+            self._sums[b].accumulate(a.squared_gradients(rotate_rows(g, q)))
             return
         x = a.dense().to(self._dtype)
         if r == 1:
-            self._inputs[b] = turned(x, p)
-            self._add_plain(b, g)
+            self._inputs[b] = rotate_rows(x, p)
+            self._add_one_position(b, g)
             return
         if turns_factors(ExampleGrads(x, g), q, p):
-            self._sums[b].add(ExampleGrads(turned(x, p), turned(g, q)))
+            self._sums[b].add(ExampleGrads(rotate_rows(x, p), rotate_rows(g, q)))
             return
         step = at_once(k * c * o * i)
         for chunk, h in zip(x.split(step), g.split(step, dim=1), strict=True):
             self._sums[b].accumulate(_squares(ExampleGrads(chunk, h).rows().unflatten(-1, (c, o, i)), q, p))
 
-    def _add_plain(self, b: int, g: Tensor) -> None:
-        self._sums[b].add(ExampleGrads(self._inputs[b], turned(g, self._sides[b][0])))
+    def _add_one_position(self, b: int, g: Tensor) -> None:
+        self._sums[b].add(ExampleGrads(self._inputs[b], rotate_rows(g, self._sides[b][0])))
 
 
 def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[tuple[Rotation, Rotation]]) -> list[Tensor]:
@@ -354,4 +355,4 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[tuple[Rotati
 
 def _squares(rows: Tensor, q: Tensor | None, p: Tensor | None) -> Tensor:
     """Σ_kn (QᵀRP)² [c o i] of rows [k n c o i]."""
-    return rotated(q, rows, p).square().sum((0, 1))
+    return rotate(q, rows, p).square().sum((0, 1))

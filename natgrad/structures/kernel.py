@@ -73,10 +73,10 @@ class Kernel(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KernelOperator:
         self.admit(pullback)
-        return self.factored(pullback)
+        return self.without_gram(pullback)
 
     @without_autocast
-    def factored(self, pullback: Pullback) -> KernelOperator:
+    def without_gram(self, pullback: Pullback) -> KernelOperator:
         """The rows alone, for those who need no Gram matrix: only their factors must fit into memory."""
         coupled = pullback.coupled
         K = None if coupled is None or coupled.K is None else KernelMatrix.of(coupled.K)
@@ -218,9 +218,9 @@ class KernelOperator(RootedOperator):
         if self.power == 0:
             return self.factors[0].g.new_ones(self.layout.size)
         out = self.factors[0].g.new_empty(self.layout.size)
-        plain = self.power == 1 and self.K is None
+        exact = self.power == 1 and self.K is None
         for block, f in zip(self.blocks, self.factors, strict=True):
-            block.unpack(f.square() if plain else self._mixed_square(f), out)
+            block.unpack(f.square() if exact else self._mixed_square(f), out)
         return out
 
     def _mixed_square(self, f: ExampleGrads) -> Tensor:

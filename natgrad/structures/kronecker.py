@@ -9,6 +9,7 @@ without coordinates Luk and Grosse 2018.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,11 +86,10 @@ from natgrad.structures.layered import (
     WorkSharing,
     eigenvalues,
     factor_power,
-    joined,
+    join_columns,
     layer_tensors,
-    rotated_size,
-    separated,
     spectra,
+    split_columns,
 )
 
 NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
@@ -179,7 +179,8 @@ class Kronecker(Layered):
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
         shapes, numbers = self.layer_shapes(block), self.layer_elements(block)
-        return Cost(numbers + (rotated_size(block, tuple(shapes.values())) if exact else numbers), shapes)
+        rotations = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 3)  # of both sides
+        return Cost(numbers + (rotations + block.size if exact else numbers), shapes)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
@@ -417,12 +418,12 @@ class KroneckerOperator(LayerOperator):
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
         return {"S": self.left, "A": self.right}
 
-    def applied(self, b: int, w: Tensor) -> Tensor:
+    def act(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
         return two_sided(factor_power(self.left[b], self.power), w, factor_power(self.right[b], self.power))
 
     def map(self, f: Callable[[Tensor], Tensor]) -> EigenKroneckerOperator:
-        return self.diagonalised().map(f)
+        return self.in_eigenbasis().map(f)
 
     def layer_diagonal(self, b: int) -> Tensor:
         s, a = factor_power(self.left[b], self.power), factor_power(self.right[b], self.power)
@@ -457,7 +458,7 @@ class KroneckerOperator(LayerOperator):
             return []
         return list(_sizes(_group_means(self.left, self.right)[0]).split([len(s) for s in self.left]))
 
-    def diagonalised(self) -> EigenKroneckerOperator:
+    def in_eigenbasis(self) -> EigenKroneckerOperator:
         """The same metric, by its eigenvectors: inverses at many dampings then factor nothing."""
         # In double precision: rounding of a small eigenvalue of one factor is multiplied by the largest of the other.
         dtype, values, vectors = self.layout.dtype, list[list[Tensor]](), list[tuple[Rotation, ...]]()
@@ -470,7 +471,7 @@ class KroneckerOperator(LayerOperator):
         return EigenKroneckerOperator(*layers, basis, scales, self.fallback, self.unseen, power=self.power)
 
     def eigenvalues(self) -> Tensor | None:
-        return self.diagonalised().eigenvalues()
+        return self.in_eigenbasis().eigenvalues()
 
     def _inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.
@@ -688,9 +689,9 @@ class ProductInverse(LayerInverse):
         graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
         if self.dense[self.batches[batch][0]] == (True, True) and not graph and L.shape[0] == columns[0].shape[0]:
             return two_sided_columns(L, columns, R)
-        w = joined(columns)
+        w = join_columns(columns)
         in_place = not graph and w is not columns[0]
-        return separated(two_sided(L, w, R, w if in_place else None), columns)
+        return split_columns(two_sided(L, w, R, w if in_place else None), columns)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._views()

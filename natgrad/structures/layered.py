@@ -151,7 +151,7 @@ class Layered(Structure):
     def elements(self, pullback: Pullback) -> int:
         blocks, uncovered = split_layers(self._arranged(pullback), None)
         total = sum(map(self.layer_elements, blocks))
-        return total + (self.fallback.elements(restricted(pullback, uncovered)) if uncovered else 0)
+        return total + (self.fallback.elements(restrict(pullback, uncovered)) if uncovered else 0)
 
     def layer_elements(self, block: Block) -> int:
         """How many numbers are kept of a layer."""
@@ -207,7 +207,7 @@ class Layered(Structure):
             pullback.logger.log_once(logging.WARNING, f"{listed(late)}: the metric is {self.fallback!r}; {LATE}")
         self._log_diagonal(blocks, pullback)
         unseen = unused.intersection(name for block in blocks for name in block.names) if unused else ()
-        return LayerSplit(tuple(blocks), frozenset(unseen), restricted(pullback, uncovered) if uncovered else None)
+        return LayerSplit(tuple(blocks), frozenset(unseen), restrict(pullback, uncovered) if uncovered else None)
 
     def _log_diagonal(self, blocks: Sequence[Block], pullback: Pullback) -> None:
         """Log once which parameters of products have only a diagonal, why, and what to do about it."""
@@ -261,7 +261,7 @@ class Layered(Structure):
         self.admit_gradient(blocks, layout, sample.memory)
         uncovered = [block for block in sample.blocks if block.rule is None]
         rest = sample.over([block.names[0] for block in uncovered])
-        rest = replace(rest, blocks=_repositioned(uncovered, rest.ω))
+        rest = replace(rest, blocks=_reposition(uncovered, rest.ω))
         of_fallback = self.fallback_of(rest) if uncovered else None
         return LayerSplit(blocks, sample.without - set(rest.ω)), layout, of_fallback
 
@@ -291,7 +291,7 @@ class Layered(Structure):
         params = {name: p for name, p in model.params.items() if name not in names}
         smaller = replace(model, params=params)
         try:
-            fallback = self.fallback.restore(smaller, _repositioned(uncovered, params), below)
+            fallback = self.fallback.restore(smaller, _reposition(uncovered, params), below)
         except StateError as error:
             raise StateError(f"{FALLBACK}{error}") from error
         return split, None if fallback is None else fallback.with_power(self.power)
@@ -367,16 +367,16 @@ def _late(pullback: Pullback, uncovered: Sequence[Block]) -> dict[str, str]:
     return {name: LATE for name in shown if name in names}
 
 
-def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
+def restrict(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
     """The same pullback, to some of the parameters only, and without rules."""
     names = {name for block in blocks for name in block.names}
     params = {name: p for name, p in pullback.model.params.items() if name in names}
     model = replace(pullback.model, params=params)
-    layers = _repositioned(blocks, params)
+    layers = _reposition(blocks, params)
     return replace(pullback, batch=replace(pullback.batch, model=model), layers=layers)
 
 
-def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
+def _reposition(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
     """The blocks without their rules, at their positions among these parameters."""
     starts, at = {}, 0
     for name, p in params.items():
@@ -387,11 +387,6 @@ def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list
         slices = (replace(place, start=starts[name]) for name, place in zip(block.names, block.slices, strict=True))
         out.append(replace(block, slices=tuple(slices)))
     return out
-
-
-def rotated_size(block: Block, shapes: Sequence[tuple[int, ...]]) -> int:
-    """How many numbers the eigenvectors of both factors and the eigenvalues of their product are."""
-    return block.size + sum(math.prod(shape) for shape in shapes if len(shape) == 3)
 
 
 # The operator.
@@ -437,7 +432,7 @@ class LayerOperator(Operator):
     positions: tuple[int | Tensor, ...]  # of every layer, that A is a mean over: [c] or a number; () of an average
 
     @abstractmethod
-    def applied(self, b: int, w: Tensor) -> Tensor:
+    def act(self, b: int, w: Tensor) -> Tensor:
         """G^p W [c o i] of the layer number b."""
 
     @abstractmethod
@@ -505,7 +500,7 @@ class LayerOperator(Operator):
     def product(self, v: Tensor) -> Tensor:
         out = torch.empty_like(v)
         for b, block in enumerate(self.blocks):
-            block.unpack(self.applied(b, block.pack(v)), out)
+            block.unpack(self.act(b, block.pack(v)), out)
         if self.fallback is not None:
             self.uncovered.put(self.fallback.product(self.uncovered.take(v)), out)
         return out
@@ -523,7 +518,7 @@ class LayerOperator(Operator):
         for b, block in enumerate(self.blocks):
             c, o, i = block.shape
             unit = torch.eye(o * i, dtype=out.dtype, device=out.device).view(-1, 1, o, i).expand(-1, c, o, i)
-            for index, rows in zip(block.index.view(c, -1), self.applied(b, unit).flatten(2).unbind(1), strict=True):
+            for index, rows in zip(block.index.view(c, -1), self.act(b, unit).flatten(2).unbind(1), strict=True):
                 out[index[:, None], index] = rows
         if self.fallback is not None:
             index = self.uncovered.index(out.device)
@@ -660,7 +655,7 @@ class LayerOperator(Operator):
         choices = enumerate(zip(old, new, mean, strict=True))
         return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
 
-    def pooled(self, other: Operator, weight: float) -> Self:
+    def pool(self, other: Operator, weight: float) -> Self:
         """With every A weighted by its positions. That of a tied weight is none of positions alone, and has ``w``."""
         mean, there = self.lerp(other, weight), cast(LayerOperator, other)
         right, counts = list(mean.right), list(zip(self.positions, there.positions, strict=True))
@@ -670,7 +665,7 @@ class LayerOperator(Operator):
                 total = torch.as_tensor(old + new, dtype=right[b].dtype, device=right[b].device)
                 share = (new / total.clamp(min=1)).view(-1, *[1] * (right[b].ndim - 1))
                 right[b] = self.right[b].lerp(there.right[b], share)
-        fallback = None if self.fallback is None else self.fallback.pooled(cast(Operator, there.fallback), weight)
+        fallback = None if self.fallback is None else self.fallback.pool(cast(Operator, there.fallback), weight)
         return replace(  # type: ignore[type-var]  # a dataclass
             mean, right=tuple(right), fallback=fallback, positions=tuple(old + new for old, new in counts)
         )
@@ -935,7 +930,7 @@ class SpectralInverse(LayerInverse):
     def of(
         layout: Layout, blocks: tuple[Block, ...], fallback: Inverse | None, basis: Basis, scales: Sequence[Tensor]
     ) -> SpectralInverse:
-        """Those of layers of one shape are laid side by side, and so are solved at once."""
+        """Layers of one shape lie side by side, and so are solved at once."""
         out = SpectralInverse(layout, blocks, fallback, basis.left, basis.right, tuple(scales))
         sides: list[list[Rotation]] = [list(basis.left), list(basis.right), list(scales)]
         for batch in out.batches:
@@ -959,11 +954,11 @@ class SpectralInverse(LayerInverse):
         return out
 
     def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
-        (Q, P, d), w = self.stacks[batch], joined(columns)
+        (Q, P, d), w = self.stacks[batch], join_columns(columns)
         turned = two_sided(None if Q is None else Q.mT, w, None if P is None else P.mT)
         # In place, unless that is the covector, or a derivative is recorded.
         turned = turned * d if turned is w or turned.requires_grad else turned.mul_(d)
-        return separated(two_sided(Q, turned, P), columns)
+        return split_columns(two_sided(Q, turned, P), columns)
 
     @property
     def root_size(self) -> int:
@@ -974,7 +969,7 @@ class SpectralInverse(LayerInverse):
         *layers, below = ξ.split(self._sizes, dim=1)
         out = ξ.new_empty(len(ξ), self.layout.size)
         for block, q, p, d, z in zip(self.blocks, self.left, self.right, self.scales, layers, strict=True):
-            block.unpack(rotated_back(q, z.view(-1, *block.shape) * d.sqrt(), p), out)
+            block.unpack(rotate_back(q, z.view(-1, *block.shape) * d.sqrt(), p), out)
         if self.fallback is not None:
             self.uncovered.put(self.fallback.root_times(below), out)
         return out
@@ -982,7 +977,7 @@ class SpectralInverse(LayerInverse):
     def root_transpose_times(self, ω: Tensor) -> Tensor:
         """√d ⊙ QᵀWP of every layer."""
         sides = zip(self.blocks, self.left, self.right, self.scales, strict=True)
-        layers = [(rotated(q, block.pack(ω), p) * d.sqrt()).flatten(1) for block, q, p, d in sides]
+        layers = [(rotate(q, block.pack(ω), p) * d.sqrt()).flatten(1) for block, q, p, d in sides]
         if self.fallback is not None:
             layers.append(self.fallback.root_transpose_times(self.uncovered.take(ω)))
         return torch.cat(layers, dim=1)
@@ -1022,13 +1017,13 @@ class SpectralInverse(LayerInverse):
         return super().nonnegative() | layer_tensors(self.blocks, {"d": self.scales})
 
 
-def joined(columns: Sequence[Tensor]) -> Tensor:
+def join_columns(columns: Sequence[Tensor]) -> Tensor:
     """W [c o i] from blocks of its columns [c o j]; a single one is itself, not a copy."""
     return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=-1)
 
 
-def separated(w: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of ``joined``."""
+def split_columns(w: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of ``join_columns``."""
     return [w] if len(columns) == 1 else list(w.split([column.shape[-1] for column in columns], dim=-1))
 
 
@@ -1066,7 +1061,9 @@ class Basis:
         if old is self:
             return tuple(scales)
         pairs = zip(self.sides, old.sides, scales, strict=True)
-        return tuple(two_sided(_squared(_overlap(Q, q)), d, _squared(_overlap(P, p))) for (Q, P), (q, p), d in pairs)
+        return tuple(
+            two_sided(squares_of(_overlap(Q, q)), d, squares_of(_overlap(P, p))) for (Q, P), (q, p), d in pairs
+        )
 
 
 def stacked_side(side: Sequence[Rotation], numbers: Sequence[int]) -> Rotation:
@@ -1075,7 +1072,7 @@ def stacked_side(side: Sequence[Rotation], numbers: Sequence[int]) -> Rotation:
     return stacked(present) if present else None
 
 
-def turned(x: Tensor, q: Rotation) -> Tensor:
+def rotate_rows(x: Tensor, q: Rotation) -> Tensor:
     """x [*lead c d] in the coordinates of a basis [c d d], or of one [1 d d] for all groups."""
     if q is None:
         return x
@@ -1092,33 +1089,29 @@ def turns_factors(f: ExampleGrads, q: Rotation, p: Rotation) -> bool:
 def _covariance(f: ExampleGrads, q: Rotation, p: Rotation, d: Tensor) -> Tensor:
     """R_n (Q ⊗ P) diag(d) (Q ⊗ P)ᵀ R_nᵀ [n k l] of every example, for the rows of a layer and d [c o i]."""
     if turns_factors(f, q, p):
-        return ExampleGrads(turned(f.a, p), turned(f.g, q)).weighed_gram(d)
+        return ExampleGrads(rotate_rows(f.a, p), rotate_rows(f.g, q)).weighed_gram(d)
     out = []
     for some in slices(len(f.a), at_once(f.g.shape[0] * d.numel())):
-        rows = rotated(q, f.at(some).rows().unflatten(2, d.shape), p)
+        rows = rotate(q, f.at(some).rows().unflatten(2, d.shape), p)
         half = (rows * d.sqrt()).flatten(2).transpose(0, 1)
         out.append(half @ half.mT)
     return torch.cat(out)
 
 
-def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
+def rotate(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
     """Qᵀ W P: the coordinates of W [*batch c o i] in the basis."""
     w = w if q is None else q.mT @ w
     return w if p is None else w @ p
 
 
-def rotated_back(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
-    """Q W Pᵀ: the inverse of ``rotated``."""
+def rotate_back(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
+    """Q W Pᵀ: the inverse of ``rotate``."""
     w = w if q is None else q @ w
     return w if p is None else w @ p.mT
 
 
-def spread(q: Rotation, d: Tensor, p: Rotation) -> Tensor:
-    """(Q∘Q) D (P∘P)ᵀ [c o i]: the diagonal of (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ."""
-    return rotated_back(_squared(q), d, _squared(p))
-
-
-def _squared(q: Rotation) -> Rotation:
+def squares_of(q: Rotation) -> Rotation:
+    """Q∘Q."""
     return None if q is None else q.square()
 
 
@@ -1141,11 +1134,7 @@ def factor_power(factor: SymFactor, power: float) -> SymFactor:
     if power == 1:
         return factor
     (values,), (vectors,) = spectra([factor])
-    return recomposed(powered(values, power, "a factor of the metric"), vectors)
-
-
-def recomposed(values: Tensor, vectors: Rotation) -> SymFactor:
-    """Q diag(λ) Qᵀ [c d d] of eigenvalues [c d] and eigenvectors; a diagonal [c d] in the axes."""
+    values = powered(values, power, "a factor of the metric")
     return values if vectors is None else (vectors * values.unsqueeze(-2)) @ vectors.mT
 
 

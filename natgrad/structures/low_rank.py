@@ -87,7 +87,7 @@ class LowRank(Structure):
         return with_floor(layout, u, values, kernel.diagonal(), self.rank).with_power(self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        G = restored(model, tensors, self.rank)
+        G = restore_low_rank(model, tensors, self.rank)
         if self.power != 1 and bool((G.floor != G.floor[:1]).any()):  # saved at the power 1
             return G.with_power(self.power)
         return replace(G, power=self.power)
@@ -242,7 +242,7 @@ def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return values[keep], vectors[:, keep]
 
 
-def restored(model: Model, tensors: Mapping[str, Tensor], rank: int) -> LowRankOperator:
+def restore_low_rank(model: Model, tensors: Mapping[str, Tensor], rank: int) -> LowRankOperator:
     """The operator of a checkpoint, at the power 1."""
     u, values, floor = (tensors[key] for key in ("vectors", "values", "floor"))
     for key, shape in (("vectors", (model.size, values.numel())), ("floor", (model.size,))):
@@ -302,9 +302,9 @@ class Nystrom(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> LowRankOperator:
         self.admit(pullback)
-        return self.extracted(Implicit().estimate(pullback))
+        return self.extract(Implicit().estimate(pullback))
 
-    def extracted(self, G: Operator) -> LowRankOperator:
+    def extract(self, G: Operator) -> LowRankOperator:
         p, dtype = G.layout.size, G.layout.dtype
         rank = min(self.rank, p)
         random = torch.randn(p, rank, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
@@ -323,4 +323,4 @@ class Nystrom(Structure):
         return LowRankOperator(G.layout, U, values - floor, floor.expand(p).clone(), rank)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        return restored(model, tensors, self.rank)
+        return restore_low_rank(model, tensors, self.rank)

@@ -69,7 +69,7 @@ class SumOperator(FormedOperator):
         return self._sum(lambda part: part.dense())
 
     def eigenvalues(self) -> Tensor:
-        return self.formed().eigenvalues()
+        return self.to_dense().eigenvalues()
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{i}/{name}": t for i, part in enumerate(self.parts) for name, t in part.tensors().items()}

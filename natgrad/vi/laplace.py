@@ -68,7 +68,7 @@ class SharedSpectrum:
     @cached_property
     def diagonalised(self) -> Operator:
         """G by its eigenvectors."""
-        return self.operator.diagonalised() if isinstance(self.operator, KroneckerOperator) else self.operator
+        return self.operator.in_eigenbasis() if isinstance(self.operator, KroneckerOperator) else self.operator
 
     @cached_property
     def eigenvalues(self) -> Tensor | None:
