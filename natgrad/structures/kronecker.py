@@ -185,7 +185,6 @@ class Kronecker(Layered):
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
-        check_source(self, "outputs")
         split, layout = self.split(pullback, like), Layout(pullback.model.like, pullback.y.dtype)
         inputs_only = self.sides == "inputs"
         estimates, positions = factors_of(pullback, split.used, self.sharing_rule, inputs_only=inputs_only)
@@ -247,19 +246,18 @@ class Kronecker(Layered):
 
 def check_source(structure: Structure, source: str) -> None:
     """Refuse a structure that cannot be estimated from a pass, or in the "backward" pass that the user runs."""
-    kronecker = structure if isinstance(structure, Kronecker) else None
     if source != "backward":
         return
-    if kronecker is None:
+    if not isinstance(structure, Kronecker):
         raise IncompatibleError(
             f"Empirical() does not work with {type(structure).__name__}, which is not made layer by layer, where "
             "cotangents arrive: use Kronecker, or give it the loss, Empirical(loss)"
         )
-    if kronecker.sides == "inputs":
+    if structure.sides == "inputs":
         raise IncompatibleError(
             'Kronecker(sides="inputs") needs no cotangents, and so no backward pass: use it with Euclidean()'
         )
-    kronecker.fallback.gradient_blocks([])
+    structure.fallback.gradient_blocks([])
 
 
 @final

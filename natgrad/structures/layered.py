@@ -730,13 +730,11 @@ class LayerOperator(Operator):
         return sum(block.shape[1:]) * torch.finfo(self.layout.dtype).eps
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.layout.dtype, device=self._device)
+        return torch.empty(shape, dtype=self.layout.dtype, device=self.device)
 
     @property
-    def _device(self) -> torch.device:
-        if self.blocks or self.fallback is None:
-            return self.blocks[0].device
-        return next(iter(self.fallback.tensors().values())).device  # no layer has a rule
+    def device(self) -> torch.device:
+        return (self.blocks[0] if self.blocks else cast(Operator, self.fallback)).device
 
 
 def packed_alike(block: Block, other: Block) -> bool:
@@ -1061,9 +1059,7 @@ class Basis:
         if old is self:
             return tuple(scales)
         pairs = zip(self.sides, old.sides, scales, strict=True)
-        return tuple(
-            two_sided(squares_of(_overlap(Q, q)), d, squares_of(_overlap(P, p))) for (Q, P), (q, p), d in pairs
-        )
+        return tuple(two_sided(_overlap(Q, q), d, _overlap(P, p)) for (Q, P), (q, p), d in pairs)
 
 
 def stacked_side(side: Sequence[Rotation], numbers: Sequence[int]) -> Rotation:
@@ -1144,10 +1140,10 @@ def eigenvalues(factor: SymFactor) -> Tensor:
 
 
 def _overlap(new: Rotation, old: Rotation) -> Rotation:
-    """Q'ᵀQ."""
-    if new is None:
-        return old
-    return new.mT if old is None else new.mT @ old
+    """Q'ᵀQ, every entry squared."""
+    if new is None or old is None:
+        return squares_of(old if new is None else new.mT)
+    return (new.mT @ old).square()
 
 
 @final
