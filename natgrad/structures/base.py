@@ -363,11 +363,7 @@ class Operator(ABC):
     @without_autocast
     def output_gram(self, pullback: Pullback) -> Tensor:
         """R_n G R_nᵀ [n k l] of every example by itself, for the rows R_n [k p] of a pullback."""
-        out = []
-        for rows in rows_of(pullback.blocks, pullback.collect(), self.layout.size):
-            pushed = [self.product(row) for row in rows.flatten(0, 1)]
-            out.append(torch.stack(pushed).view_as(rows) @ rows.mT)
-        return torch.cat(out)
+        return DualMetric(self.layout, self).covariance_of(pullback.blocks, pullback.collect())
 
     def with_power(self, power: float) -> Self:
         """The metric at another point of the geodesic: G^power of the same G, whatever the power of this one.
@@ -427,12 +423,12 @@ class Operator(ABC):
         values = self.eigenvalues()
         if values is None:
             self.refuse(user, "it has products only; solve with CG(), or use Dense or Kernel")
+        check_finite(values, "the metric")
         return values
 
     def _damped_eigenvalues(self, user: str, damping: Damping) -> Tensor:
         """The eigenvalues of G + λ [p], of which none is zero up to rounding."""
         damped = self._spectrum(user) + self.absolute(damping)
-        check_finite(damped, "the metric")
         rounding = len(damped) * torch.finfo(self.layout.dtype).eps
         refuse_singular(damped, what="the metric", damping=damping, rtol=rounding)
         return damped
@@ -667,12 +663,6 @@ class IdentityInverse(Inverse):
         self.layout.check(ω)
         names = list(self.layout.like)
         return Vector(dict(zip(names, scaled([ω[name] for name in names], 1.0), strict=True)))
-
-    def root_times(self, ξ: Tensor) -> Tensor:
-        return ξ
-
-    def root_transpose_times(self, ω: Tensor) -> Tensor:
-        return ω
 
 
 FALLBACK = "fallback/"  # before the names of tensors of what is over uncovered parameters

@@ -126,7 +126,7 @@ class MatrixOperator(Operator):
         roots = (
             _damped_root(matrix, _of_blocks(shifts, b), damping, self.power, self.what) for b, _, matrix in batches
         )
-        inverse = PowerInverse(self.layout, indices, tuple(roots))
+        inverse = PseudoInverse(self.layout, indices, tuple(roots))
         if damping == 0:
             refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), self.what)
         return inverse
@@ -505,29 +505,13 @@ class CholeskyInverse(BlockInverse):
 
 @final
 @dataclass(frozen=True, repr=False)
-class PowerInverse(BlockInverse):
-    """(G_b + λ)^-p of every block by its root; zero of a block of zeros with relative damping."""
-
-    layout: Layout
-    indices: tuple[Tensor, ...]
-    factors: tuple[Tensor, ...]  # T = (G + λ)^-p/2
-    prefix: ClassVar[str] = "power/"
-
-    def root_times(self, ξ: Tensor) -> Tensor:
-        return self.each(torch.matmul, ξ)
-
-    def root_transpose_times(self, ω: Tensor) -> Tensor:
-        return self.each(lambda T, columns: T.mT @ columns, ω)
-
-
-@final
-@dataclass(frozen=True, repr=False)
 class PseudoInverse(BlockInverse):
     """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W.
 
     Without a weight it is the Moore–Penrose inverse (van Oostrum, Müller and Ay (2023, (33)).
 
-    Eigenvalues at most ``rtol`` times the largest count as zero. Without a weight it has powers, (G⁺)^p.
+    Eigenvalues at most ``rtol`` times the largest count as zero. Without a weight it has powers, (G⁺)^p. Powers of
+    inverses are of this kind too: with relative damping a block of zeros has the inverse zero.
     """
 
     layout: Layout
@@ -552,8 +536,8 @@ def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: fl
 def restore_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
     """The inverse with these tensors, of matrices at these flattened positions."""
     batches = tuple(index for _, index, _ in _batched(indices, indices))
-    for kind in (CholeskyInverse, PseudoInverse, PowerInverse):
-        keys = [f"{kind.prefix}{at}" for at in range(len(batches))]
+    for kind, prefix in ((CholeskyInverse, "cholesky/"), (PseudoInverse, "root/"), (PseudoInverse, "power/")):
+        keys = [f"{prefix}{at}" for at in range(len(batches))]  # a "power/" is of 0.1.0
         if all(key in tensors for key in keys):
             return kind(layout, batches, tuple(tensors[key] for key in keys))
     return None

@@ -219,6 +219,9 @@ class EigenKroneckerOperator(LayerOperator):
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return self.scales[b].double().clamp(min=0)
 
+    def layer_eigenvalues(self) -> list[Tensor]:
+        return [d.double().clamp(min=0) for d in self.scales]
+
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         if not isinstance(damping, Relative):
             return [d + damping for d in self.scales], self.basis

@@ -82,7 +82,6 @@ from natgrad.structures.layered import (
     LayerInverse,
     LayerOperator,
     LayerSplit,
-    Rotation,
     WorkSharing,
     eigenvalues,
     factor_power,
@@ -432,6 +431,14 @@ class KroneckerOperator(LayerOperator):
         values = s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
         return values.expand(self.blocks[b].shape)
 
+    def layer_eigenvalues(self) -> list[Tensor]:
+        # Of each side by itself: beside one s_o the largest is that of A. Diagonals are as exact as squares.
+        s, a = (
+            [without_rounding(eigenvalues(f.double()), f.dtype) if is_dense(f) else f.double() for f in side]
+            for side in (self.left, self.right)
+        )
+        return [self.layer_values(b, *pair) for b, pair in enumerate(zip(s, a, strict=True))]
+
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         """The products s_o a_i + λ, in the eigenvectors of the factors; (s_o + λ_S)(a_i + λ_A) if λ is relative."""
         (s, q), (a, p) = spectra(self.left), spectra(self.right)
@@ -459,17 +466,12 @@ class KroneckerOperator(LayerOperator):
     def in_eigenbasis(self) -> EigenKroneckerOperator:
         """The same metric, by its eigenvectors: inverses at many dampings then factor nothing."""
         # In double precision: rounding of a small eigenvalue of one factor is multiplied by the largest of the other.
-        dtype, values, vectors = self.layout.dtype, list[list[Tensor]](), list[tuple[Rotation, ...]]()
-        for side in (self.left, self.right):
-            λ, q = spectra([factor.double() for factor in side])
-            values.append([x if y is None else without_rounding(x, dtype) for x, y in zip(λ, q, strict=True)])
-            vectors.append(tuple(y if y is None else y.to(dtype) for y in q))
-        scales = tuple(self.layer_values(b, *pair).to(dtype) for b, pair in enumerate(zip(*values, strict=True)))
-        layers, basis = (self.layout, self.blocks, self.left, self.right), Basis(*vectors)
+        (s, q), (a, p) = (spectra([factor.double() for factor in side]) for side in (self.left, self.right))
+        dtype = self.layout.dtype
+        basis = Basis(*(tuple(side if side is None else side.to(dtype) for side in each) for each in (q, p)))
+        scales = tuple(self.layer_values(b, *pair).to(dtype) for b, pair in enumerate(zip(s, a, strict=True)))
+        layers = self.layout, self.blocks, self.left, self.right
         return EigenKroneckerOperator(*layers, basis, scales, self.fallback, self.unseen, power=self.power)
-
-    def eigenvalues(self) -> Tensor | None:
-        return self.in_eigenbasis().eigenvalues()
 
     def _inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.

@@ -444,6 +444,10 @@ class LayerOperator(Operator):
         """The eigenvalues [c o i] of the block of G, in double precision; those of S and A are s [c o] and a [c i]."""
 
     @abstractmethod
+    def layer_eigenvalues(self) -> list[Tensor]:
+        """The eigenvalues [c o i] of every block of G, in double precision; rounding is zero."""
+
+    @abstractmethod
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         """The eigenvalues [c o i] of every block of G + λ, and the basis they belong to.
 
@@ -538,7 +542,7 @@ class LayerOperator(Operator):
         return total if self.fallback is None else total + self.fallback._logdet(damping)
 
     def eigenvalues(self) -> Tensor | None:
-        layers = [d.double().clamp(min=0).flatten() for d in self.spectrum()[0]]
+        layers = [values.flatten() for values in self.layer_eigenvalues()]
         if self.fallback is None:
             return torch.cat(layers)
         below = self.fallback.eigenvalues()

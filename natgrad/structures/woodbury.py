@@ -98,22 +98,12 @@ class RangeInverse(Inverse):
     outside: Tensor  # d []
 
     def solve(self, ω: Tensor) -> Tensor:
-        return self._scaled(ω, self.inside, self.outside)
-
-    def root_times(self, ξ: Tensor) -> Tensor:
-        inside, outside = self.inside.sqrt(), self.outside.sqrt()
-        return torch.func.vmap(lambda t: self._scaled(t, inside, outside))(ξ)
-
-    def root_transpose_times(self, ω: Tensor) -> Tensor:
-        return self.root_times(ω)
-
-    def _scaled(self, t: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
         # The first projection leaves rounding of what is inside, which d multiplies: project again.
         R = self.rows
-        inner = R.push_root(t)
-        rest = t - R.pull_root(inner)
+        inner = R.push_root(ω)
+        rest = ω - R.pull_root(inner)
         again = R.push_root(rest)
-        return R.pull_root(inside * (inner + again)) + outside * (rest - R.pull_root(again))
+        return R.pull_root(self.inside * (inner + again)) + self.outside * (rest - R.pull_root(again))
 
     def tensors(self) -> dict[str, Tensor]:
         if not isinstance(self.rows, Columns):

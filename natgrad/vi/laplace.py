@@ -73,7 +73,7 @@ class SharedSpectrum:
     @cached_property
     def eigenvalues(self) -> Tensor | None:
         """The eigenvalues of G [p], if it has them."""
-        return self.diagonalised.eigenvalues()
+        return self.operator.eigenvalues()
 
 
 @final
