@@ -53,13 +53,11 @@ class MatrixOperator(Operator):
 
     @property
     @abstractmethod
-    def what(self) -> str:
-        """One of its matrices, for errors."""
-
-    @property
-    @abstractmethod
     def titles(self) -> tuple[str, ...]:
         """What every matrix is, for errors."""
+
+    def _titles_of(self, numbers: Sequence[int]) -> str:
+        return ", ".join(self.titles[b] for b in numbers)
 
     @abstractmethod
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> Self:
@@ -93,12 +91,8 @@ class MatrixOperator(Operator):
         return out
 
     def _logdet(self, damping: Damping) -> Tensor:
-        shifts, largest = _shifts(self.matrices, damping), _largest(self.matrices)
-        factors = [
-            cholesky(matrix, _of_blocks(shifts, b), title, largest)
-            for b, (matrix, title) in enumerate(zip(self.matrices, self.titles, strict=True))
-        ]
-        return torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
+        triangles = self._cholesky(damping).factors
+        return torch.stack([2 * L.diagonal(dim1=-2, dim2=-1).log().sum() for L in triangles]).sum()
 
     def eigenvalues(self) -> Tensor:
         spectra = (eigvalsh(matrix.double(), "the metric") for matrix in self.matrices)
@@ -115,20 +109,25 @@ class MatrixOperator(Operator):
     def nonnegative(self) -> dict[str, Tensor]:
         return {key: matrix.diagonal() for key, matrix in self.tensors().items()}
 
+    def _cholesky(self, damping: Damping) -> CholeskyInverse:
+        """(G_b + λ)⁻¹ of every block, whatever the power."""
+        shifts, largest = _shifts(self.matrices, damping), _largest(self.matrices)
+        batches = _batched(self.indices, self.matrices)
+        triangles = [cholesky(m, _of_blocks(shifts, b), self._titles_of(b), largest) for b, _, m in batches]
+        return CholeskyInverse(self.layout, tuple(index for _, index, _ in batches), tuple(triangles))
+
     def _inverse(self, damping: Damping) -> Inverse:
         """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
         batches, shifts = _batched(self.indices, self.matrices), _shifts(self.matrices, damping)
-        indices = tuple(index for _, index, _ in batches)
         if self.power == 1 and not (isinstance(shifts, Tensor) and bool((shifts == 0).any())):
-            largest = _largest(self.matrices)
-            triangles = (cholesky(matrix, _of_blocks(shifts, b), self.what, largest) for b, _, matrix in batches)
-            return CholeskyInverse(self.layout, indices, tuple(triangles))
-        roots = (
-            _damped_root(matrix, _of_blocks(shifts, b), damping, self.power, self.what) for b, _, matrix in batches
-        )
-        inverse = PseudoInverse(self.layout, indices, tuple(roots))
+            return self._cholesky(damping)
+        roots = [
+            _damped_root(matrix, _of_blocks(shifts, b), damping, self.power, self._titles_of(b))
+            for b, _, matrix in batches
+        ]
+        inverse = PseudoInverse(self.layout, tuple(index for _, index, _ in batches), tuple(roots))
         if damping == 0:
-            refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), self.what)
+            refuse_rounding(torch.cat([matrix.diagonal() for matrix in self.matrices]), "the metric")
         return inverse
 
     def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
@@ -163,8 +162,7 @@ class DenseOperator(MatrixOperator):
         power: p: the operator is G^p of the G that the tensors hold.
     """
 
-    what: ClassVar[str] = "the dense metric"
-    titles: ClassVar[tuple[str, ...]] = (what,)
+    titles: ClassVar[tuple[str, ...]] = ("the dense metric",)
     layout: Layout
     matrix: Tensor
     power: float = field(default=1.0, kw_only=True)
@@ -205,10 +203,6 @@ class BlockDenseOperator(MatrixOperator):
     indices: tuple[Tensor, ...]
     matrices: tuple[Tensor, ...]
     power: float = field(default=1.0, kw_only=True)
-
-    @property
-    def what(self) -> str:
-        return f"a block of the metric ({', '.join(self.names)})"
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -536,8 +530,8 @@ def _damped_root(matrix: Tensor, λ: float | Tensor, damping: Damping, power: fl
 def restore_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
     """The inverse with these tensors, of matrices at these flattened positions."""
     batches = tuple(index for _, index, _ in _batched(indices, indices))
-    for kind, prefix in ((CholeskyInverse, "cholesky/"), (PseudoInverse, "root/"), (PseudoInverse, "power/")):
-        keys = [f"{prefix}{at}" for at in range(len(batches))]  # a "power/" is of 0.1.0
+    for kind in (CholeskyInverse, PseudoInverse):
+        keys = [f"{kind.prefix}{at}" for at in range(len(batches))]
         if all(key in tensors for key in keys):
             return kind(layout, batches, tuple(tensors[key] for key in keys))
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from natgrad.accelerate.inverses import SymFactor, relative_shifts
 from natgrad.accelerate.temporaries import ROWS, at_once
-from natgrad.linalg import Damping, Relative
+from natgrad.linalg import Damping, Relative, without_rounding
 from natgrad.model import Model
 from natgrad.pullbacks.example_grads import ExampleGrads, Squares
 from natgrad.pullbacks.gradient import GradientSample, gradient_factors, squared_gradients
@@ -180,6 +180,7 @@ class EigenKroneckerOperator(LayerOperator):
         unseen: Parameters of layers that no forward pass has used so far.
         power: p: the operator is G^p of the G that the tensors hold.
         positions: How many positions the factors are means over.
+        products: Whether D is s ⊗ a of the eigenvalues of S and A, of which some are rounding.
 
     Method:
         G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
@@ -195,6 +196,7 @@ class EigenKroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
+    products: bool = field(default=False, kw_only=True)  # whether D is s ⊗ a of the eigenvalues of S and A
 
     @property
     def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
@@ -219,8 +221,19 @@ class EigenKroneckerOperator(LayerOperator):
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return self.scales[b].double().clamp(min=0)
 
-    def layer_eigenvalues(self) -> list[Tensor]:
-        return [d.double().clamp(min=0) for d in self.scales]
+    def eigenvalues(self) -> Tensor | None:
+        layers, dtype = list[Tensor](), self.layout.dtype
+        for scales, (q, p) in zip(self.scales, self.basis.sides, strict=True):
+            d = scales.double()
+            if self.products and p is not None:  # beside one s_o the largest is that of A
+                d = without_rounding(d, dtype)
+            if self.products and q is not None:
+                d = without_rounding(d.mT, dtype).mT
+            layers.append(d.clamp(min=0).flatten())
+        if self.fallback is None:
+            return torch.cat(layers)
+        below = self.fallback.eigenvalues()
+        return None if below is None else torch.cat([*layers, below])
 
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         if not isinstance(damping, Relative):

@@ -43,7 +43,6 @@ from natgrad.linalg import (
     is_rounding,
     number_of,
     refuse_singular,
-    without_rounding,
 )
 from natgrad.model import Model, library_pass
 from natgrad.output.hessian import Empirical
@@ -431,13 +430,8 @@ class KroneckerOperator(LayerOperator):
         values = s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
         return values.expand(self.blocks[b].shape)
 
-    def layer_eigenvalues(self) -> list[Tensor]:
-        # Of each side by itself: beside one s_o the largest is that of A. Diagonals are as exact as squares.
-        s, a = (
-            [without_rounding(eigenvalues(f.double()), f.dtype) if is_dense(f) else f.double() for f in side]
-            for side in (self.left, self.right)
-        )
-        return [self.layer_values(b, *pair) for b, pair in enumerate(zip(s, a, strict=True))]
+    def eigenvalues(self) -> Tensor | None:
+        return self.in_eigenbasis().eigenvalues()
 
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         """The products s_o a_i + λ, in the eigenvectors of the factors; (s_o + λ_S)(a_i + λ_A) if λ is relative."""
@@ -470,8 +464,8 @@ class KroneckerOperator(LayerOperator):
         dtype = self.layout.dtype
         basis = Basis(*(tuple(side if side is None else side.to(dtype) for side in each) for each in (q, p)))
         scales = tuple(self.layer_values(b, *pair).to(dtype) for b, pair in enumerate(zip(s, a, strict=True)))
-        layers = self.layout, self.blocks, self.left, self.right
-        return EigenKroneckerOperator(*layers, basis, scales, self.fallback, self.unseen, power=self.power)
+        layers = self.layout, self.blocks, self.left, self.right, basis, scales, self.fallback, self.unseen
+        return EigenKroneckerOperator(*layers, power=self.power, products=True)
 
     def _inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.

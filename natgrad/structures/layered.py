@@ -444,10 +444,6 @@ class LayerOperator(Operator):
         """The eigenvalues [c o i] of the block of G, in double precision; those of S and A are s [c o] and a [c i]."""
 
     @abstractmethod
-    def layer_eigenvalues(self) -> list[Tensor]:
-        """The eigenvalues [c o i] of every block of G, in double precision; rounding is zero."""
-
-    @abstractmethod
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         """The eigenvalues [c o i] of every block of G + λ, and the basis they belong to.
 
@@ -540,13 +536,6 @@ class LayerOperator(Operator):
         if damping == 0:
             self.refuse_rounding()
         return total if self.fallback is None else total + self.fallback._logdet(damping)
-
-    def eigenvalues(self) -> Tensor | None:
-        layers = [values.flatten() for values in self.layer_eigenvalues()]
-        if self.fallback is None:
-            return torch.cat(layers)
-        below = self.fallback.eigenvalues()
-        return None if below is None else torch.cat([*layers, below])
 
     def refuse_singular(self, block: Block, damped: Tensor, damping: Damping) -> None:
         """Raise, by the name of its layer, if one of the eigenvalues [c o i] of G + λ is zero up to rounding."""

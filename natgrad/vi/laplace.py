@@ -73,7 +73,7 @@ class SharedSpectrum:
     @cached_property
     def eigenvalues(self) -> Tensor | None:
         """The eigenvalues of G [p], if it has them."""
-        return self.operator.eigenvalues()
+        return self.diagonalised.eigenvalues()
 
 
 @final
