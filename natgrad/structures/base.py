@@ -499,7 +499,7 @@ class Operator(ABC):
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         """The inverse with these ``tensors()``, of this metric or an earlier one; None if it must be computed again."""
-        if type(self).map is Operator.map or tensors.keys() != tensor_fields(self).keys():
+        if not tensors or type(self).map is Operator.map or tensors.keys() != tensor_fields(self).keys():
             return None
         whole = self.with_power(1.0)
         return DualMetric(self.layout, replace(whole, **tensors))  # type: ignore[type-var]  # a dataclass

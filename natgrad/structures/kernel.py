@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, cast, final
@@ -30,9 +30,9 @@ from natgrad.model import Model
 from natgrad.pullbacks.example_grads import ExampleGrads
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Inverse, Layout, Operator, RootedOperator, Structure, check_shape
+from natgrad.structures.base import DualMetric, Inverse, Layout, Operator, RootedOperator, Structure, check_shape
 from natgrad.structures.dense import FormedOperator
-from natgrad.structures.woodbury import RangeInverse, WoodburyInverse, refine
+from natgrad.structures.woodbury import RangeOperator, WoodburyInverse, refine
 
 _REFINED = 2  # steps of iterative refinement
 
@@ -207,12 +207,13 @@ class KernelOperator(RootedOperator):
         return self.pull(t.view(self.factors[0].g.shape[:2]))
 
     def product(self, v: Tensor) -> Tensor:
-        if self.power == 0:
-            return v.clone()
         if self.power == 1:
             return self.pull(self.push(v))
-        Q = KernelRange(self)
-        return Q.pull_root(self.range[0].pow(self.power) * Q.push_root(v))
+        return self.map(lambda w: w.pow(self.power)).product(v)
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> RangeOperator:
+        values = self.range[0]
+        return RangeOperator(self.layout, KernelRange(self), f(values), f(values.new_zeros(())))
 
     def diagonal(self) -> Tensor:
         if self.power == 0:
@@ -291,11 +292,10 @@ class KernelOperator(RootedOperator):
     def _inverse(self, damping: Damping) -> Inverse:
         λ = self.absolute(damping)
         if isinstance(damping, Relative) and λ == 0:  # so is G
-            return self._range_inverse(torch.zeros_like(self.range[0]), 0.0)
+            return DualMetric(self.layout, self.map(torch.zeros_like))
         self._check(λ)
         if self.power != 1:
-            values = self.range[0]
-            return self._range_inverse((values + λ).pow(-self.power), λ**-self.power)
+            return DualMetric(self.layout, self.map(lambda w: (w + λ).pow(-self.power)))
         if self.K is not None:
             dual = PushThrough.of(replace(self, K=None), self.K, λ)
             diagonal = dual.factor.square().sum(-1) / self.K.whole.diagonal().sum()  # no eigenvalue is above the trace
@@ -306,19 +306,15 @@ class KernelOperator(RootedOperator):
         refuse_lost_damping(λ, gram.diagonal(), "the kernel metric")
         return WoodburyInverse(self.layout, self, factor.new_tensor(1 / λ), factor.div_(math.sqrt(λ)))
 
-    def _range_inverse(self, inside: Tensor, outside: float) -> RangeInverse:
-        return RangeInverse(self.layout, KernelRange(self), inside, inside.new_tensor(outside))
-
     def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and self.power != 1:
             self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
         if damping != 0:
             return self.inverse(damping)
         if self.power != 1:
-            values = self.range[0]
-            if rtol is not None:
-                values = torch.where(values > rtol * values[-1:], values, 0.0)
-            return self._range_inverse(inverse_powered(values, self.power), 0.0)
+            cut = (rtol or 0.0) * self.range[0][-1:].sum()
+            kept = self.map(lambda w: inverse_powered(torch.where(w > cut, w, 0.0), self.power))
+            return DualMetric(self.layout, kept)
         weight = cholesky(weight, 0.0, "Pinv(weight=…)") if weight is not None and weight.ndim == 2 else weight
         gram = self.gram() if weight is None else self._weighted_gram(weight)
         check_finite(gram, "the kernel")

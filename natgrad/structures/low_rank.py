@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from typing_extensions import Self
 
 from natgrad.accelerate.roots import spectrum
@@ -16,7 +17,6 @@ from natgrad.linalg import (
     Relative,
     check_finite,
     cholesky,
-    inverse_powered,
     is_number,
     refuse_singular,
     svd,
@@ -24,11 +24,11 @@ from natgrad.linalg import (
 from natgrad.model import Model
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure, check_shape
+from natgrad.structures.base import Cost, DualMetric, Inverse, Layout, Operator, Structure, check_shape
 from natgrad.structures.dense import CholeskyInverse, Dense, restore_inverse
 from natgrad.structures.implicit import Implicit
 from natgrad.structures.kernel import Kernel
-from natgrad.structures.woodbury import Columns, RangeInverse, WoodburyInverse
+from natgrad.structures.woodbury import Columns, RangeOperator, WoodburyInverse
 
 _WHAT = "the low-rank metric"
 _LARGEST = 4096  # parameters, up to which a matrix is affordable
@@ -130,6 +130,17 @@ class LowRankOperator(Operator):
             return out
         return replace(out, floor=out.floor.mean().expand_as(out.floor).clone())
 
+    def map(self, f: Callable[[Tensor], Tensor]) -> Operator:
+        if self.eigenvalues() is None:
+            return super().map(f)
+        return RangeOperator(self.layout, Columns(self.vectors), f(self.values + self.floor[0]), f(self.floor[0]))
+
+    def eigenvalues(self) -> Tensor | None:
+        """Where the floor is one number, as at every other power than 1: a diagonal has other eigenvectors."""
+        if bool(self.floor.amax() > self.floor.amin()):
+            return None
+        return F.pad(self.values, (0, self.floor.numel() - self.values.numel())).double() + self.floor
+
     def product(self, v: Tensor) -> Tensor:
         s, d = self._powers()
         return self.vectors @ (s * (self.vectors.T @ v)) + d * v
@@ -182,31 +193,19 @@ class LowRankOperator(Operator):
         if "factor" in tensors:
             return WoodburyInverse(self.layout, Columns(tensors["root"]), tensors["scale"], tensors["factor"])
         if "inside" in tensors:
-            return RangeInverse(self.layout, Columns(tensors["vectors"]), tensors["inside"], tensors["outside"])
+            rows = Columns(tensors["vectors"])
+            return DualMetric(self.layout, RangeOperator(self.layout, rows, tensors["inside"], tensors["outside"]))
         return restore_inverse(self.layout, [torch.arange(self.layout.size, device=self.floor.device)], tensors)
 
     def _inverse(self, damping: Damping) -> Inverse:
         λ = self.absolute(damping)
-        zero = isinstance(damping, Relative) and λ == 0
-        if self.power != 1 or zero:
-            return self._range_inverse(λ, zero)
+        if self.power != 1 or (isinstance(damping, Relative) and λ == 0):
+            return super()._inverse(damping)
         if self._bare(λ):
             whole = torch.arange(self.floor.numel(), device=self.floor.device)[None]
             return CholeskyInverse(self.layout, (whole,), (cholesky(self.dense()[None], λ, _WHAT),))
         e, b, factor = self._capacity(λ)
         return WoodburyInverse(self.layout, Columns(b), e.reciprocal(), factor)
-
-    def _range_inverse(self, damping: float, zero: bool) -> RangeInverse:
-        """(s + d + λ)^-p on the range of U, (d + λ)^-p beside it; a metric that is ``zero`` has the inverse zero."""
-        check_finite(self.floor, _WHAT)
-        inside, outside = self.values + self.floor[0] + damping, self.floor[0] + damping
-        beside = outside.expand(self.floor.numel() - self.values.numel())
-        if not zero:
-            spectrum = torch.cat([beside, inside]).sort().values
-            rounding = spectrum.numel() * torch.finfo(spectrum.dtype).eps
-            refuse_singular(spectrum, what=_WHAT, damping=damping, rtol=rounding)
-        scales = (inverse_powered(t.clamp(min=0), self.power) for t in (inside, outside))
-        return RangeInverse(self.layout, Columns(self.vectors), *scales)
 
     def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         reason = "its floor and its range have no common eigenbasis"

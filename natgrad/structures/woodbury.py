@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
-from natgrad.structures.base import Inverse, Layout
+from natgrad.structures.base import Inverse, Layout, Operator
 
 
 class RowProducts(Protocol):
@@ -89,21 +89,31 @@ class WoodburyInverse(Inverse):
 
 @final
 @dataclass(frozen=True, repr=False)
-class RangeInverse(Inverse):
-    """One number outside the range of the orthonormal rows R, one for every row inside: d (1 − RᵀR) + Rᵀdiag(s) R."""
+class RangeOperator(Operator):
+    """One number outside the range of the orthonormal rows R, one for every row inside: d (1 − RᵀR) + Rᵀdiag(s) R.
+
+    These are the functions of a metric that is known by its range.
+    """
 
     layout: Layout
     rows: RowProducts
     inside: Tensor  # s [m]
     outside: Tensor  # d []
 
-    def solve(self, ω: Tensor) -> Tensor:
+    def product(self, v: Tensor) -> Tensor:
         # The first projection leaves rounding of what is inside, which d multiplies: project again.
         R = self.rows
-        inner = R.push_root(ω)
-        rest = ω - R.pull_root(inner)
+        inner = R.push_root(v)
+        rest = v - R.pull_root(inner)
         again = R.push_root(rest)
         return R.pull_root(self.inside * (inner + again)) + self.outside * (rest - R.pull_root(again))
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> RangeOperator:
+        return replace(self, inside=f(self.inside), outside=f(self.outside))
+
+    @property
+    def device(self) -> torch.device:
+        return self.inside.device
 
     def tensors(self) -> dict[str, Tensor]:
         if not isinstance(self.rows, Columns):
