@@ -342,5 +342,5 @@ def _rooted(G: Operator, memory: int) -> ImplicitOperator | None:
     """G, where a root of it has fewer rows N·K than there are parameters, and the root itself is not too large."""
     if not isinstance(G, ImplicitOperator) or G.root_columns is None or G.root_columns >= G.layout.size:
         return None
-    numbers = sum(pb.columns * pb.n * pb.y[0].numel() * pb.y.element_size() for _, pb in G.pullbacks)
+    numbers = sum(pb.columns * pb.n * pb.y[0].numel() * pb.y.element_size() for _, pb, _ in G.terms)
     return G if numbers <= memory // 8 else None

@@ -329,11 +329,7 @@ def jacobian_of(
     if isinstance(structure, Implicit):
         products = solver or _DEFAULT_CG
         return StructuredJacobian(exact, lambda λ: products.init(exact, λ).solve)
-    total, mean, direct = (
-        sum(weights),
-        mean_of([(w, structure.estimate(pb)) for pb, w in pairs]),
-        solver or Cholesky(),
-    )
+    total, mean, direct = sum(weights), mean_of([(w, structure.estimate(pb)) for pb, w in pairs]), solver or Cholesky()
 
     def invert(λ: float) -> Solve:
         inverse = direct.init(mean, λ / total)

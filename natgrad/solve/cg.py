@@ -100,8 +100,8 @@ class CG(Solver):
             return None
         P, total = self.preconditioner.extract(G), 1.0
         if P is None and isinstance(G, ImplicitOperator):
-            total = sum(weight for weight, _ in G.pullbacks)
-            P = mean_of([(weight, self.preconditioner.estimate(pb)) for weight, pb in G.pullbacks])
+            total = sum(weight for weight, _, _ in G.terms)
+            P = mean_of([(weight, self.preconditioner.estimate(pb)) for weight, pb, _ in G.terms])
         if P is not None:
             return P.inverse(damping / total if isinstance(damping, float) else damping)
         raise IncompatibleError(

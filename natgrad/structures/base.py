@@ -119,13 +119,6 @@ class Cost:
     numbers: int
     factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    @staticmethod
-    def total(costs: Sequence[Cost]) -> Cost:
-        """The sum; shapes are kept where there is one term."""
-        if len(costs) == 1:
-            return costs[0]
-        return Cost(sum(cost.numbers for cost in costs))
-
 
 _NONE_FITS = "No structure fits: raise memory=, or take smaller batches (a DataLoader in place of x)"
 
@@ -697,10 +690,6 @@ class Subset:
     def index(self, device: torch.device) -> Tensor:
         """The positions."""
         return torch.cat([torch.arange(span.start, span.stop, device=device) for span in self.spans])
-
-    def named(self, element: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These parameters of a vector or a covector."""
-        return {name: element[name] for name in self.names}
 
 
 def mean_of(terms: Sequence[tuple[float, Operator]]) -> Operator:

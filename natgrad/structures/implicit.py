@@ -94,11 +94,6 @@ class ImplicitOperator(RootedOperator):
         return self.terms[0][1].y.device
 
     @property
-    def pullbacks(self) -> list[tuple[float, Pullback]]:
-        """The pullbacks of the terms, with their weights."""
-        return [(weight, pullback) for weight, pullback, _ in self.terms]
-
-    @property
     def root_columns(self) -> int | None:
         """K·N, where no metric couples its examples."""
         if any(pullback.coupling is not None for _, pullback, _ in self.terms):

@@ -9,7 +9,6 @@ without coordinates Luk and Grosse 2018.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,7 +65,6 @@ from natgrad.pullbacks.operation_layers import is_operation, with_layers
 from natgrad.pullbacks.pullback import Pullback, without_autocast
 from natgrad.pullbacks.tape import BackwardHooks, Cotangents, Tape
 from natgrad.structures.base import (
-    Cost,
     Inverse,
     Layout,
     Operator,
@@ -173,12 +171,6 @@ class Kronecker(Layered):
     def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         s, a = super().zeros(block, dtype)
         return (torch.ones_like(s) if self.sides == "inputs" else s), a
-
-    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
-        """A product of inverses or, with exact damping, a scaling between two rotations."""
-        shapes, numbers = self.layer_shapes(block), self.layer_elements(block)
-        rotations = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 3)  # of both sides
-        return Cost(numbers + (rotations + block.size if exact else numbers), shapes)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
@@ -410,10 +402,6 @@ class KroneckerOperator(LayerOperator):
     power: float = field(default=1.0, kw_only=True)
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
 
-    @property
-    def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
-        return {"S": self.left, "A": self.right}
-
     def act(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
         return two_sided(factor_power(self.left[b], self.power), w, factor_power(self.right[b], self.power))
@@ -423,8 +411,7 @@ class KroneckerOperator(LayerOperator):
 
     def layer_diagonal(self, b: int) -> Tensor:
         s, a = factor_power(self.left[b], self.power), factor_power(self.right[b], self.power)
-        values = diagonal(s).unsqueeze(-1) * diagonal(a).unsqueeze(-2)
-        return values.expand(self.blocks[b].shape)
+        return self.layer_values(b, diagonal(s), diagonal(a))
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         values = s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)

@@ -122,9 +122,11 @@ class Layered(Structure):
     def _arranged(self, pullback: Pullback) -> Pullback:
         return pullback if self.bias == "joint" else pullback.separated()
 
-    @abstractmethod
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
-        """Of a layer that has a rule."""
+        """What a layer with a rule costs: a product of inverses or, if ``exact``, a scaling between two rotations."""
+        shapes, numbers = self.layer_shapes(block), self.layer_elements(block)
+        rotations = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 3)
+        return Cost(numbers + (rotations + block.size if exact else numbers), shapes)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
         costs = [self.layer_cost(block, exact=exact) for block in blocks if block.rule is not None]
@@ -132,7 +134,8 @@ class Layered(Structure):
         below = self.fallback.cost(uncovered, exact=exact, iterative=iterative) if uncovered else None
         if uncovered and below is None:
             return None
-        return Cost.total(costs if below is None else [*costs, below])
+        costs = costs if below is None else [*costs, below]
+        return costs[0] if len(costs) == 1 else Cost(sum(cost.numbers for cost in costs))
 
     def title(self, block: Block) -> str:
         """What becomes of a layer, in a word for a table."""
@@ -474,9 +477,9 @@ class LayerOperator(Operator):
         return replace(out, fallback=self.fallback.with_power(power))  # type: ignore[type-var]  # a dataclass
 
     @property
-    @abstractmethod
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
         """All tensors of every layer: S and A, and with a basis Q, P and D."""
+        return self.averaged_letters
 
     @property
     def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
@@ -838,7 +841,7 @@ class LayerInverse(Inverse):
         self.layout.check(named)
         v = self._solve_layers(named, pairs)
         if self.fallback is not None:
-            below = self.fallback.sharp(Covector(self.uncovered.named(ω)))
+            below = self.fallback.sharp(Covector({name: named[name] for name in self.uncovered.names}))
             v |= below
             if pairs is not None:
                 pairs += [(named[name], t.to(self.layout.dtype)) for name, t in below.items()]
