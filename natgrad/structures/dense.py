@@ -51,13 +51,9 @@ class MatrixOperator(Operator):
     matrices: tuple[Tensor, ...]
     indices: tuple[Tensor, ...]  # the flattened positions of every matrix
 
-    @property
     @abstractmethod
-    def titles(self) -> tuple[str, ...]:
-        """What every matrix is, for errors."""
-
-    def _titles_of(self, numbers: Sequence[int]) -> str:
-        return ", ".join(self.titles[b] for b in numbers)
+    def title(self, numbers: Sequence[int]) -> str:
+        """What these matrices are, for errors."""
 
     @abstractmethod
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> Self:
@@ -65,8 +61,7 @@ class MatrixOperator(Operator):
 
     @cached_property
     def _powered(self) -> tuple[Tensor, ...]:
-        pairs = zip(self.matrices, self.titles, strict=True)
-        return tuple(_matrix_power(matrix, self.power, title) for matrix, title in pairs)
+        return tuple(_matrix_power(matrix, self.power, self.title([b])) for b, matrix in enumerate(self.matrices))
 
     def product(self, v: Tensor) -> Tensor:
         out = torch.zeros_like(v)
@@ -113,7 +108,7 @@ class MatrixOperator(Operator):
         """(G_b + λ)⁻¹ of every block, whatever the power."""
         shifts, largest = _shifts(self.matrices, damping), _largest(self.matrices)
         batches = _batched(self.indices, self.matrices)
-        triangles = [cholesky(m, _of_blocks(shifts, b), self._titles_of(b), largest) for b, _, m in batches]
+        triangles = [cholesky(m, _of_blocks(shifts, b), self.title(b), largest) for b, _, m in batches]
         return CholeskyInverse(self.layout, tuple(index for _, index, _ in batches), tuple(triangles))
 
     def _inverse(self, damping: Damping) -> Inverse:
@@ -122,8 +117,7 @@ class MatrixOperator(Operator):
         if self.power == 1 and not (isinstance(shifts, Tensor) and bool((shifts == 0).any())):
             return self._cholesky(damping)
         roots = [
-            _damped_root(matrix, _of_blocks(shifts, b), damping, self.power, self._titles_of(b))
-            for b, _, matrix in batches
+            _damped_root(matrix, _of_blocks(shifts, b), damping, self.power, self.title(b)) for b, _, matrix in batches
         ]
         inverse = PseudoInverse(self.layout, tuple(index for _, index, _ in batches), tuple(roots))
         if damping == 0:
@@ -162,7 +156,6 @@ class DenseOperator(MatrixOperator):
         power: p: the operator is G^p of the G that the tensors hold.
     """
 
-    titles: ClassVar[tuple[str, ...]] = ("the dense metric",)
     layout: Layout
     matrix: Tensor
     power: float = field(default=1.0, kw_only=True)
@@ -176,6 +169,9 @@ class DenseOperator(MatrixOperator):
     def indices(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # read only
         """All positions, as one block."""
         return (torch.arange(self.layout.size, device=self.matrix.device),)
+
+    def title(self, numbers: Sequence[int]) -> str:
+        return "the dense metric"
 
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> DenseOperator:
         return DenseOperator(self.layout, *matrices, power=power)
@@ -204,9 +200,9 @@ class BlockDenseOperator(MatrixOperator):
     matrices: tuple[Tensor, ...]
     power: float = field(default=1.0, kw_only=True)
 
-    @property
-    def titles(self) -> tuple[str, ...]:
-        return tuple([f"the block {name} of the metric" for name in self.names])
+    def title(self, numbers: Sequence[int]) -> str:
+        names = ", ".join(self.names[b] for b in numbers)
+        return f"the block {names} of the metric" if len(numbers) == 1 else f"a block of the metric ({names})"
 
     def with_matrices(self, matrices: Sequence[Tensor], power: float = 1.0) -> BlockDenseOperator:
         return replace(self, matrices=tuple(matrices), power=power)
