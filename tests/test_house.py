@@ -187,7 +187,7 @@ def test_an_import_loads_no_compiler() -> None:
 # Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
-    "accelerate": 2596,
+    "accelerate": 2594,
     "cli": 916,
     "data": 23,
     "families": 2110,
@@ -206,7 +206,7 @@ LINES: dict[str, int] = {
     "rules": 1156,
     "solve": 239,
     "step": 832,
-    "structures": 3180,
+    "structures": 3046,
     "vi": 1291,
     "watch": 571,
 }
