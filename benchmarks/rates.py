@@ -2,14 +2,19 @@
 
     python -m benchmarks.rates --data FOLDER --records FILE [--processes 16] [--minutes 4]   # runs what is missing
     python -m benchmarks.rates --device cuda --task GPT-2 Llama --processes 4 --records FILE  # decoders of transformers
-    python -m benchmarks.rates --records FILE --report                                        # the table
+    python -m benchmarks.rates --data FOLDER --records FILE --measure                         # lengths of steps
+    python -m benchmarks.rates --records FILE --report                                        # the tables
 
 A search starts at AdamW's default, 0.001, and goes up and down by factors of two until the best has worse neighbours;
 the default of a method is run as well.
 All have the same schedule and the same batches: warm-up over 5 % of the steps, cosine to 10 %. The loss is that of the
 validation examples after the last step. AdamW is torch's with its defaults. ``--method`` names what competes: the
-others are ``ng.Natural``, and its step with another length (``LENGTHS``). Every run is a line of JSON in the records,
-and is not repeated.
+others are ``ng.Natural``, and its step with another length, "κ signal averaged". Every run is a line of JSON in the
+records, and is not repeated.
+
+``--measure`` asks of other lengths whether they could do better, without a search: along the run with the best rate of
+``ng.Natural`` it measures how long each of them would make the steps (``LENGTHS``). A rate at which that length is what
+it is there is its best rate, as far as a run depends on the length of its steps alone.
 
 Fine-tuning starts from an encoder that AdamW has trained to guess bytes that are hidden in a text, and asks which of
 two texts a line is from.
@@ -44,8 +49,10 @@ from natgrad.gradients.muon import polar_factors
 from natgrad.gradients.optimizer import GradientOptimizer, ShapeBatch, of_length
 from natgrad.linalg import Relative
 
-DEFAULT = 1e-3  # of torch.optim.AdamW, and of the lengths below
+DEFAULT = 1e-3  # of torch.optim.AdamW, and of the other length
 DEFAULTS = {"ng.Natural": 3e-3}
+OTHER = "κ signal averaged"
+EVERY = 8  # steps between two measurements
 RATES = tuple(DEFAULT * 2.0**k for k in range(-5, 9))
 Batch = tuple[Tensor, Tensor]
 Memory = dict[Any, Tensor]
@@ -57,18 +64,18 @@ Draw = Callable[[torch.Generator], Batch]
 
 @final
 class Natural(GradientOptimizer):
-    """``ng.Natural`` with a length of the step that is one of ``LENGTHS``."""
+    """``ng.Natural`` with another length of the step, or as it is, to measure ``LENGTHS``."""
 
-    polar, letters, largest, decay = True, ("S", "A"), 1, 0.95
+    polar, letters, largest, decay = True, ("S", "A", "D"), 1, 0.95
 
-    def __init__(self, params: Any, *, length: str, lr: float, weight_decay: float = 0.1) -> None:
-        self.length, self.memory = LENGTHS[length], Memory()
+    def __init__(self, params: Any, *, length: Length, lr: float, weight_decay: float = 0.1) -> None:
+        self.length, self.memory = length, Memory()
         super().__init__(params, (), lr=lr, weight_decay=weight_decay, momentum=0.9, damping=Relative(1e-2))
 
     def statistics(self, batch: ShapeBatch) -> dict[str, Tensor]:
-        """As in ``ng.Natural``."""
+        """As in ``ng.Natural``, and the second moments of Adam."""
         squares = batch.G.square()
-        return {"S": squares.mean((1, 3)), "A": squares.mean((1, 2))}
+        return {"S": squares.mean((1, 3)), "A": squares.mean((1, 2)), "D": squares.flatten(0, 1)}
 
     def directions(self, batches: Sequence[ShapeBatch], step: int) -> list[Tensor]:
         """As in ``ng.Natural``, and then another length."""
@@ -91,7 +98,8 @@ class Natural(GradientOptimizer):
                     v=of_length(X * l * r, (o * i) ** 0.5, batch),
                     spread=torch.linalg.vector_norm(X, dim=(1, 2, 3)) / min(o, i) ** 0.5,
                     nuclear=(W * X).sum((1, 2, 3)) / min(o, i) ** 0.5,
-                    adam=batch.M * (l * r).square() * S.mean(1)[:, None, None, None].sqrt(),
+                    adafactor=batch.M * (l * r).square() * S.mean(1)[:, None, None, None].sqrt(),
+                    adam=batch.M / batch.get("D").view_as(batch.M).sqrt().add(1e-8),
                 )
             )
         factors = self.length(found, self.memory)
@@ -105,98 +113,65 @@ class Found:
 
     ``v``: the direction with root mean square one. ``spread``: that of the polar factor over that of an orthogonal
     one. ``nuclear``: ‖P‖_*/(√min ‖P‖_F) of what the polar factor is of: 1 if all singular values are equal.
-    ``adam``: M/√(SA/mean), the step of Adam with the second moments of Adafactor.
+    ``adam``: M/√D, the step of Adam. ``adafactor``: M/√(SA/mean), with the second moments of Adafactor.
     """
 
     M: Tensor
     v: Tensor
     spread: Tensor
     nuclear: Tensor
+    adafactor: Tensor
     adam: Tensor
-
-    @property
-    def rms(self) -> Tensor:
-        """The root mean square of Adam's step: 1 for a signal, 0.27 for noise."""
-        return self.adam.square().mean((1, 2, 3)).sqrt()
 
 
 Length = Callable[[Sequence[Found], Memory], list[Tensor]]
 
 
-def average(memory: Memory, key: Any, value: Tensor, decay: float = 0.95) -> Tensor:
-    """The moving average of a number, corrected for its start; in place, so that a CUDA graph may hold it."""
-    if key not in memory:
-        memory[key] = torch.zeros(2, *value.shape, device=value.device)
-    memory[key].lerp_(torch.stack([value, torch.ones_like(value)]), 1 - decay)
-    total, weight = memory[key]
-    return total / weight
-
-
-def per_matrix(of: Callable[[Found], Tensor]) -> Length:
-    return lambda found, memory: [of(f) for f in found]
-
-
-def averaged(of: Callable[[Found], Tensor]) -> Length:
-    """A length of every matrix, its logarithm averaged over the steps."""
-    return lambda found, memory: [
-        average(memory, (n, f.M.shape), of(f).clamp(min=1e-12).log()).exp() for n, f in enumerate(found)
-    ]
-
-
-def mean_of_all(of: Callable[[Found], Tensor], times: Callable[[Found], Tensor]) -> Length:
-    """One number for all matrices, the mean of the logarithm over entries and steps, times a length of every matrix."""
-
-    def length(found: Sequence[Found], memory: Memory) -> list[Tensor]:
-        sizes = [f.M[0].numel() for f in found]
-        total = sum(
-            (n * of(f).clamp(min=1e-12).log().sum() for n, f in zip(sizes, found, strict=True)),
-            found[0].nuclear.new_zeros(()),
-        )
-        c = average(memory, "all", total / sum(n * len(f.M) for n, f in zip(sizes, found, strict=True))).exp()
-        return [c * times(f) for f in found]
-
-    return length
-
-
-def decrease(found: Sequence[Found], memory: Memory) -> list[Tensor]:
-    """All steps together predict the decrease that those of Adam do: Σ⟨M, v⟩ = Σ⟨M, u⟩."""
-    mine = torch.stack([(0.4 * f.spread * (f.M * f.v).sum((1, 2, 3))).sum() for f in found]).sum()
-    adams = torch.stack([(f.M * f.adam).sum() for f in found]).sum()
-    c = average(memory, "all", (adams / mine).clamp(min=1e-12).log()).exp()
-    return [0.4 * c * f.spread for f in found]
-
-
-def of_decrease(f: Found) -> Tensor:
-    """The same for every matrix."""
-    return (f.M * f.adam).sum((1, 2, 3)) / (f.M * f.v).sum((1, 2, 3))
-
-
-def kappa(f: Found) -> Tensor:
-    return 1 / f.nuclear
-
-
 def usual(f: Found) -> Tensor:
+    """That of ``ng.Natural``."""
     return 0.4 * f.spread
+
+
+def rms(t: Tensor) -> Tensor:
+    return t.square().mean((1, 2, 3)).sqrt()
 
 
 def carried(f: Found) -> Tensor:
     """The step of Adam with Adafactor's moments, as long where κ is 1: ⟨M, v⟩ is about that of Adam's step."""
-    return f.rms * kappa(f)
+    return f.spread * rms(f.adafactor) / f.nuclear
 
 
-LENGTHS: dict[str, Length] = {
-    "κ": per_matrix(lambda f: 0.4 * f.spread * kappa(f)),
-    "signal": per_matrix(lambda f: 1.5 * f.spread * f.rms),
-    "κ signal": per_matrix(lambda f: f.spread * carried(f)),
-    "2 κ signal": per_matrix(lambda f: 2 * f.spread * carried(f)),
-    "κ√κ signal": per_matrix(lambda f: f.spread * carried(f) * kappa(f).sqrt()),
-    "κ signal averaged": averaged(lambda f: f.spread * carried(f)),
-    "κ of all, signal": mean_of_all(kappa, lambda f: f.spread * f.rms),
-    "κ signal of all": mean_of_all(carried, lambda f: f.spread),
-    "decrease": per_matrix(of_decrease),
-    "decrease of all": decrease,
-    "of any rank": per_matrix(lambda f: 0.4 * torch.ones_like(f.spread)),
+def as_norm(order: Any) -> Callable[[Found], Tensor]:
+    """The norm of the step of Adam, in this norm of matrices."""
+
+    def of(f: Found) -> Tensor:
+        adam, v = (torch.linalg.matrix_norm(t.flatten(1, 2), order) for t in (f.adam, f.v))
+        return adam / v
+
+    return of
+
+
+LENGTHS: dict[str, Callable[[Found], Tensor]] = {
+    "that of ng.Natural": usual,
+    "κ": lambda f: f.spread / f.nuclear,
+    "signal": lambda f: rms(f.adam),
+    "κ signal": carried,
+    "Adam's decrease": lambda f: (f.M * f.adam).sum((1, 2, 3)) / (f.M * f.v).sum((1, 2, 3)),
+    "Adafactor's decrease": lambda f: (f.M * f.adafactor).sum((1, 2, 3)) / (f.M * f.v).sum((1, 2, 3)),
+    "Adam's spectral norm": as_norm(2),
+    "Adam's nuclear norm": as_norm("nuc"),
 }
+
+
+def averaged(found: Sequence[Found], memory: Memory) -> list[Tensor]:
+    """ "κ signal averaged": its logarithm is averaged over the steps, corrected for the start."""
+    out = []
+    for n, f in enumerate(found):
+        total, weight = memory.setdefault((n, f.M.shape), torch.zeros(2, len(f.M), device=f.M.device))
+        total.lerp_(carried(f).clamp(min=1e-12).log(), 0.05)
+        weight.lerp_(torch.ones_like(weight), 0.05)
+        out.append((total / weight).exp())
+    return out
 
 
 # Tasks.
@@ -480,19 +455,19 @@ TASKS: dict[str, Task] = {
 # Runs.
 
 
-def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def optimizer(method: str, model: nn.Module, lr: float, length: Length) -> torch.optim.Optimizer:
     """A contender, by its name."""
     if method == "AdamW":
         return torch.optim.AdamW(model.parameters(), lr=lr, fused=next(model.parameters()).is_cuda)
-    return ng.Natural(model, lr=lr) if method == "ng.Natural" else Natural(model, length=method, lr=lr)
+    return ng.Natural(model, lr=lr) if method == "ng.Natural" else Natural(model, length=length, lr=lr)
 
 
-def run(task: Task, method: str, lr: float, folder: Path, device: torch.device) -> float:
+def run(task: Task, method: str, lr: float, folder: Path, device: torch.device, length: Length | None = None) -> float:
     """The validation loss at the end; ∞ after a divergence."""
     torch.manual_seed(task.seed)
     model = task.network(folder).to(device)
     draw, validation = task.draw(folder)
-    opt, generator = optimizer(method, model, lr), torch.Generator().manual_seed(task.seed)
+    opt, generator = optimizer(method, model, lr, length or averaged), torch.Generator().manual_seed(task.seed)
 
     def loss_of(batch: Batch) -> Tensor:
         x, t = (a.to(device, non_blocking=True) for a in batch)
@@ -524,9 +499,13 @@ class Records:
 
     def __init__(self, path: Path) -> None:
         self.path, self.losses = path, dict[tuple[str, str, float], float]()
+        self.lengths: dict[str, dict[str, float]] = {}
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for r in map(json.loads, lines):
-            self.losses[r["task"], r["method"], r["lr"]] = r["loss"]
+            if "lengths" in r:
+                self.lengths[r["task"]] = r["lengths"]
+            else:
+                self.losses[r["task"], r["method"], r["lr"]] = r["loss"]
 
     def add(self, task: str, method: str, lr: float, loss: float, seconds: float) -> None:
         """One more."""
@@ -573,6 +552,25 @@ def search(name: str, method: str, folder: Path, records: Records, device: torch
         tried.add(missing[0])
 
 
+def measure(name: str, folder: Path, records: Records) -> None:
+    """How long each of ``LENGTHS`` would make a step, along the best run of ``ng.Natural``: geometric means."""
+    logs, counts = dict.fromkeys(LENGTHS, 0.0), [0, 0]
+
+    def length(found: Sequence[Found], memory: Memory) -> list[Tensor]:
+        for f in found if counts[0] % EVERY == 0 else ():
+            counts[1] += f.M.numel()
+            for key, of in LENGTHS.items():
+                logs[key] += f.M[0].numel() * float(of(f).clamp(min=1e-12).log().sum())
+        counts[0] += 1
+        return [usual(f) for f in found]
+
+    lr, _ = records.best(name, "ng.Natural")
+    run(TASKS[name], "measured", lr, folder, torch.device("cpu"), length)
+    records.lengths[name] = {key: round(math.exp(log / counts[1]), 4) for key, log in logs.items()}
+    with records.path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"task": name, "lengths": records.lengths[name]}) + "\n")
+
+
 def searches(arguments: argparse.Namespace) -> None:
     """Every task and method in a process of its own, some at once, until the time is up."""
     waiting = [(task, method) for method in arguments.method for task in arguments.task]
@@ -594,13 +592,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--records", type=Path, required=True)
-    parser.add_argument("--method", nargs="*", default=["AdamW", "ng.Natural", *LENGTHS])
+    parser.add_argument("--method", nargs="*", default=["AdamW", "ng.Natural", OTHER])
     parser.add_argument("--task", nargs="*", default=list(TASKS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--measure", action="store_true")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
+    if arguments.measure:
+        torch.set_num_threads(1)
+        records = Records(arguments.records)
+        for name in [t for t in arguments.task if t not in records.lengths and is_searched(records, t)]:
+            measure(name, arguments.data, records)
+        return
     if not arguments.report and (arguments.processes > 1 or math.isfinite(arguments.minutes)):
         searches(arguments)
     elif not arguments.report:
@@ -612,8 +617,15 @@ def main() -> None:
     print(*tables(Records(arguments.records)), sep="\n\n")
 
 
-def tables(records: Records) -> tuple[str, str]:
-    """Counts over the tasks, and the best rates with the losses there and at the defaults: searches that are done."""
+def is_searched(records: Records, task: str) -> bool:
+    return records.is_done(task, "AdamW") and records.is_done(task, "ng.Natural")
+
+
+def tables(records: Records) -> tuple[str, str, str, str]:
+    """Counts over the tasks; the best rates, with the losses there and at the defaults; other lengths and defaults.
+
+    Counted are searches that are done.
+    """
     methods = list(dict.fromkeys(method for _, method, _ in records.losses))
     rows, totals = list[list[str]](), list[list[str]]()
     for name in (*TASKS, *LARGE):
@@ -631,7 +643,41 @@ def tables(records: Records) -> tuple[str, str]:
         totals.append([method, f"{len(both)}", *(f"{n}" for n in (near, below, least, usual))])
     head = ["method", "tasks", "best rate within 2 × of AdamW's", "default below AdamW's default"]
     counts = markdown_table([*head, "best below AdamW's best", "best at most that of ng.Natural"], totals)
-    return counts, markdown_table(["task", "method", "best rate", "loss", "loss at the default"], rows)
+    best = markdown_table(["task", "method", "best rate", "loss", "loss at the default"], rows)
+    return counts, best, lengths(records), defaults(records)
+
+
+def defaults(records: Records) -> str:
+    """On how many tasks ``ng.Natural`` at one rate is below AdamW at its default, of those in which both were run."""
+    rows = []
+    for lr in sorted({DEFAULTS["ng.Natural"], *RATES[5:9]}):
+        losses = [(records.losses.get((t, "ng.Natural", lr)), records.losses.get((t, "AdamW", DEFAULT))) for t in TASKS]
+        pairs = [(mine, adamw) for mine, adamw in losses if mine is not None and adamw is not None]
+        rows.append([f"{lr:g}", f"{sum(mine < adamw for mine, adamw in pairs)} of {len(pairs)}"])
+    return markdown_table(["rate of ng.Natural", "below AdamW at its default"], rows)
+
+
+def lengths(records: Records) -> str:
+    """Of every length, what it is on each task, and the best rates it would have beside AdamW's.
+
+    They are known up to a constant, so that the largest is given over the smallest, and how many lie within a factor of
+    two of one, for the constant that is best.
+    """
+    names = [name for name in TASKS if name in records.lengths]
+    rows = []
+    for key in LENGTHS:
+        sizes = [records.lengths[name][key] for name in names]
+        quotients = sorted(
+            records.best(name, "ng.Natural")[0] * records.lengths[name]["that of ng.Natural"] / size
+            / records.best(name, "AdamW")[0]
+            for name, size in zip(names, sizes, strict=True)
+        )  # fmt: skip
+        within = max((sum(low <= q <= 4 * low for q in quotients) for low in quotients), default=0)
+        ends = [f"{min(sizes):.2g} to {max(sizes):.2g}", f"{quotients[-1] / quotients[0]:.0f}"] if names else ["", ""]
+        rows.append([key, *ends, f"{within} of {len(names)}"])
+    return markdown_table(
+        ["as long as", "length, lr = 1", "best rates over AdamW's: largest / smallest", "within a factor of 2"], rows
+    )
 
 
 if __name__ == "__main__":

@@ -518,7 +518,7 @@ def polar_of_wide(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: 
     def rounded(t: Tensor) -> Tensor:
         return t.to(dtype).to(held)
 
-    X = rounded(X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST))
+    X = (X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST)).to(dtype).to(held)
     if dtype == torch.bfloat16 and X.shape[1] >= _LARGE:
         together = _TOGETHER if X.shape[2] >= _WIDE * X.shape[1] else 1
         for start in range(0, len(schedule), together):

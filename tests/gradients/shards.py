@@ -36,7 +36,7 @@ MAKES: dict[str, Callable[[Any], Any]] = {
     "shampoo": lambda model: ng.Shampoo(model, lr=0.01, fit="kl"),
     "soap": lambda model: ng.SOAP(model, lr=0.01, damping=ng.Relative(0.1)),
 }
-SOME = {2: tuple(MAKES), 4: ("natural", "shampoo")}
+SOME = {2: tuple(MAKES), 4: ("natural", "shampoo", "soap")}
 LAYOUTS = {2: ("fsdp", "tp", "experts", "ddp"), 4: ("fsdp", "hsdp", "fsdp_tp", "halves")}
 STEPS, AFTER, TIMEOUT = 5, 3, 20
 

@@ -53,7 +53,7 @@ def test_processes_take_the_steps_of_one(world: int, layout: str, name: str, fou
         assert float((found[world, rank][layout, name] - expected).norm() / expected.norm()) < 1e-12
         for key, told in found[world, rank]["metrics", layout, name].items():
             if "step_rms" in key:
-                torch.testing.assert_close(told, metrics[key], rtol=1e-11, atol=0)
+                torch.testing.assert_close(told, metrics[key], rtol=1e-10 if name == "soap" else 1e-11, atol=0)
 
 
 @pytest.mark.parametrize(("world", "layout", "name"), CASES)
