@@ -594,8 +594,8 @@ def _eps(dtype: torch.dtype) -> float:
 
 def of_length(v: Tensor, lengths: float | Tensor, batch: ShapeBatch) -> Tensor:
     """v [N k o i], every matrix as long as its number in ``lengths``; zero stays zero, and NaN stays NaN."""
-    stretch = torch.linalg.vector_norm(v, dim=(1, 2, 3), dtype=torch.float64) / lengths
-    scale = (stretch.reciprocal() + (stretch - stretch)).masked_fill(batch.is_zero | (stretch == 0), 0.0)
+    stretch = (norms := torch.linalg.vector_norm(v, dim=(1, 2, 3), dtype=torch.float64)) / lengths  # zero by zero, too
+    scale = (stretch.reciprocal() + (stretch - stretch)).masked_fill(batch.is_zero | (norms == 0), 0.0)
     return v * scale.to(v.dtype)[:, None, None, None]
 
 

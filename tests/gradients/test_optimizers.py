@@ -190,6 +190,24 @@ def _with_gradients(params: list[nn.Parameter], gradients: list[Tensor]) -> None
         p.grad = g.clone()
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-18, 1e-20, 1e-30])
+@pytest.mark.parametrize("name", ["natural by default", *FAMILY])
+def test_where_all_gradients_vanish_a_step_is_none_or_as_long_as_any(name: str, size: float) -> None:
+    """In single precision their squares are zero below 10⁻²³: nothing else is larger beside which they are rounding."""
+    steps = []
+    for scale in (1.0, size):
+        params = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(6, 4))]
+        opt = FAMILY[name](params) if name in FAMILY else ng.Natural(params, lr=0.01)
+        opt.param_groups[0]["weight_decay"] = 0.0
+        for step in range(3):
+            a, b, c, d = seeded(lambda: (torch.randn(4), torch.randn(5), torch.randn(6), torch.randn(4)), step)
+            _with_gradients(params, [scale * torch.outer(a, b), scale * torch.outer(c, d)])
+            opt.step()
+        steps.append(torch.cat([(p.detach() - 1).flatten() for p in params]).norm())
+    assert 0 <= steps[1] < 1.5 * steps[0]
+    assert size < 1e-15 or name == "muon" or steps[1] > 0.5 * steps[0]  # which divides by 10⁻⁷ at least, as torch does
+
+
 @EVERY
 def test_a_stack_of_matrices_is_stepped_as_its_matrices_are(name: str) -> None:
     stack = nn.Parameter(seeded(lambda: torch.randn(3, 4, 5, dtype=D)))
