@@ -20,14 +20,16 @@ _RESULT = ("x", "f", "J", "squares", "shortened", "status", "nfev", "njev")
 def some(whole: Whole, rows: Tensor) -> Whole:
     """Of a dataclass of tensors [b *] what belongs to some of the fits; what all share is []."""
     parts: dict[str, Any] = {each.name: getattr(whole, each.name) for each in fields(whole)}
-    return replace(whole, **{name: t[rows] for name, t in parts.items() if t is not None and getattr(t, "ndim", True)})
+    has_rows = (name for name, t in parts.items() if hasattr(t, "__getitem__") and getattr(t, "ndim", True))
+    return replace(whole, **{name: parts[name][rows] for name in has_rows})
 
 
 @final
 @dataclass(frozen=True)
 class Rules:
-    """When to stop, the box, and the scale of the unknowns."""
+    """What is minimised, when to stop, the box, and the scale of the unknowns."""
 
+    loss: RobustLoss
     ftol: Tensor  # [], as xtol and gtol
     xtol: Tensor
     gtol: Tensor
@@ -59,13 +61,13 @@ class Fits:
     settled: Tensor | None = None  # the rule FTOL, XTOL or both that the last step has met, if one has
 
     @staticmethod
-    def start(residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules) -> Fits:
+    def start(residuals: ResidualFunction, x: Tensor, rules: Rules) -> Fits:
         f, far = residuals(x), torch.full_like(x[:, 0], torch.inf)
-        names = ("stalled", "limited", "shortened", "status", "nfev", "njev")
+        names = ("stalled", "shortened", "status", "nfev", "njev")
         counts: dict[str, Any] = {name: torch.zeros_like(far, dtype=torch.int64) for name in names}
         counts["status"] += Status.RUNNING
         D, J, λ = torch.zeros_like(x) if rules.D is None else rules.D, f.new_empty(*f.shape, 0), torch.zeros_like(far)
-        return Fits(x=x, f=f, J=J, D=D, squares=loss.squares(f), radius=far, λ=λ, offset=far, **counts)
+        return Fits(x=x, f=f, J=J, D=D, squares=rules.loss.squares(f), radius=far, λ=λ, limited=λ, offset=far, **counts)
 
     def put(self, where: Tensor, others: Fits, rows: Tensor) -> None:
         """Write where those rows of other fits have ended."""

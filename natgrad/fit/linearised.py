@@ -54,22 +54,26 @@ class Linearised:
         norm, size, unit, terms = torch.linalg.vector_norm(torch.stack([D * δ, D * x, D, norms * x]), dim=-1).unbind(0)
         tangent, length = torch.linalg.vector_norm(fall, dim=-1), fits.squares.sqrt()
         offset = tangent / length.clamp(min=torch.finfo(f.dtype).tiny)
-        least = rules.xtol * (size + rules.xtol * unit)
-        rounding = rules.noise * length * (length + terms)  # residuals are sums of terms, and round as these
+        least = rules.xtol * torch.addcmul(size, rules.xtol, unit)
+        rounding = rules.noise * torch.addcmul(fits.squares, length, terms)  # of sums of terms, which residuals are
         promise, above = tangent.square(), offset > rules.gtol
         return Linearised(D, QR, δ, norm, promise, offset, above, size, unit, least, rounding, free)
-
-    def within(self, radius: Tensor, λ: Tensor) -> tuple[Tensor, Tensor]:
-        """δ with ‖Dδ‖ ≤ radius, up to a tenth, and its λ [b]: 0 where the minimum is inside. ``λ``: a guess."""
-        rows = (~self.inside(radius)).nonzero().squeeze(-1)
-        if len(rows) == len(λ):
-            return _on_sphere(self.QR, self.D, radius, λ)
-        δ, shifts = _on_sphere(self.QR[rows], self.D[rows], radius[rows], λ[rows])
-        return self.δ.index_copy(0, rows, δ), torch.zeros_like(λ).index_copy(0, rows, shifts)
 
     def inside(self, radius: Tensor) -> Tensor:
         """Whether the minimum is in the trust region [b]."""
         return self.norm <= torch.add(radius, radius, alpha=_CLOSE)
+
+    def within(self, radius: Tensor, λ: Tensor, inside: Tensor) -> tuple[Tensor, ...]:
+        """δ with ‖Dδ‖ ≤ radius, up to a tenth, its λ [b], 0 for a minimum that is ``inside``, ‖Dδ‖ and the promise.
+
+        ``λ``: a guess.
+        """
+        rows = (~inside).nonzero().squeeze(-1)
+        if len(rows) == len(λ):
+            return _on_sphere(self.QR, self.D, radius, λ)
+        limited = _on_sphere(self.QR[rows], self.D[rows], radius[rows], λ[rows])
+        whole = self.δ, torch.zeros_like(λ), self.norm, self.promise
+        return tuple(t.index_copy(0, rows, some) for t, some in zip(whole, limited, strict=True))
 
     def in_box(self, δ: Tensor, λ: Tensor, x: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
         """δ in the box, and where it leads: what leaves the box is put on its bounds, and the rest solved for again."""
@@ -92,10 +96,10 @@ class Linearised:
         return δ, trial.clamp(rules.lower, rules.upper)
 
 
-def _on_sphere(QR: TriangularLeastSquares, D: Tensor, radius: Tensor, λ: Tensor) -> tuple[Tensor, Tensor]:
-    """δ(λ) = −(RᵀR + λD²)⁻¹Rᵀz with ‖Dδ‖ = radius up to a tenth, and λ, from a guess or 0 (Moré 1978).
+def _on_sphere(QR: TriangularLeastSquares, D: Tensor, radius: Tensor, λ: Tensor) -> tuple[Tensor, ...]:
+    """δ(λ) = −(RᵀR + λD²)⁻¹Rᵀz with ‖Dδ‖ = radius up to a tenth, λ, from a guess or 0, ‖Dδ‖ and what it promises.
 
-    1/‖Dδ(λ)‖ is a concave function of λ: Newton steps for 1/‖Dδ‖ = 1/radius rise to the solution from below.
+    1/‖Dδ‖ is a concave function of λ: Newton steps for 1/‖Dδ‖ = 1/radius rise to the solution from below (Moré 1978).
     """
     scaled = TriangularLeastSquares(QR.R / D.unsqueeze(-2), QR.z)
     λ = torch.where(λ > 0, λ, _FIRST * torch.linalg.vector_norm(QR.z, dim=-1) / radius)
@@ -108,4 +112,5 @@ def _on_sphere(QR: TriangularLeastSquares, D: Tensor, radius: Tensor, λ: Tensor
             break
         q = torch.linalg.solve_triangular(damped.R.mT, p.unsqueeze(-1), upper=False).squeeze(-1)
         λ = torch.addcmul(λ, off, (norm / torch.linalg.vector_norm(q, dim=-1)).square()).maximum(_FALLS * λ)
-    return p / D, λ
+    # ‖z‖² falls by this to ‖Rp + z‖² + λ‖p‖²
+    return p / D, λ, norm, torch.linalg.vecdot(damped.z, damped.z) + λ * norm.square()

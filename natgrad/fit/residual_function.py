@@ -239,9 +239,7 @@ class ResidualFunction:
 
     def jacobian(self, x: Tensor) -> Tensor:
         """J [b m n] at x."""
-        if self._method is None:
-            return self._first(x)
-        return self.unknowns.select(self._whole_jacobian(x)).detach()
+        return self._first(x) if self._method is None else self.unknowns.select(self._whole_jacobian(x))
 
     def _whole_jacobian(self, x: Tensor) -> Tensor:
         """With columns for the unknowns that are fixed."""
@@ -277,7 +275,7 @@ class ResidualFunction:
 
         def column(v: Tensor) -> Tensor:
             self.calls.count += 1
-            return torch.func.jvp(lambda x: self.one(x, *args), (x,), (v,))[1]
+            return torch.func.jvp(lambda x: self.one(x, *args), (x,), (v,))[1].detach()
 
         eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
         return torch.vmap(column, out_dims=1, chunk_size=self._at_once)(eye)
@@ -312,7 +310,7 @@ class ResidualFunction:
                 if method is Differentiation.COPIES:
                     self._last = self._evaluated(plain.x)
                     r = self._last.r
-                J = self._whole_jacobian(plain.x).detach()
+                J = self._whole_jacobian(plain.x)
                 right = r.shape == plain.r.shape and J.shape[:-1] == r.shape and self._agrees(plain, r, J)
                 return self.unknowns.select(J) if right else None
         except Exception:

@@ -102,27 +102,25 @@ def least_squares(
     held = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     flat = FlatUnknowns(unknowns, batch, _fixed(fixed, unknowns, batch))
     x = flat.select(flat.start).clone()  # a fit that ends at x0 does not return x0 itself
-    residuals = ResidualFunction(
-        fun, flat, held, Calls(1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev))
-    )
+    most = 1500 + 10 * x.shape[1] if max_nfev is None else _count(max_nfev)
+    residuals = ResidualFunction(fun, flat, held, Calls(most))
     if batch:
         _check_args(args, len(x))
-    lower, upper = _box(bounds, flat, x)
     eps = torch.finfo(x.dtype).eps
     tolerances = [_tolerance(each, name, eps) for each, name in ((ftol, "ftol"), (xtol, "xtol"), (gtol, "gtol"))]
     numbers = x.new_tensor([*tolerances, _NOISE * eps]).unbind()
-    rules = Rules(numbers[0], numbers[1], numbers[2], numbers[3], lower, upper, _scale(x_scale, flat))
+    box, scale = _box(bounds, flat, x), _scale(x_scale, flat)
+    rules = Rules(RobustLoss.named(loss, f_scale), numbers[0], numbers[1], numbers[2], numbers[3], *box, scale)
     if ftol is None and xtol is None and gtol is None:
         raise ValueError("one of ftol, xtol and gtol must be a number: nothing else says when the fit has converged")
-    robust = RobustLoss.named(loss, f_scale)
     watch = _watch(callback, residuals)
     try:
-        fits = minimise(residuals, x, robust, rules, watch)
+        fits = minimise(residuals, x, rules, watch)
         calls = residuals.calls.count
         if residuals.confirm(fits.x, fits.f, fits.J):
             fits.nfev = fits.nfev + (residuals.calls.count - calls)
         else:  # fun is not what its first values have shown
-            fits = minimise(residuals, fits.x, robust, rules, watch)
+            fits = minimise(residuals, fits.x, rules, watch)
     except RuntimeError as error:
         if not in_transform() or not str(error).startswith("vmap:"):
             raise
@@ -131,16 +129,14 @@ def least_squares(
             "call, with batch=True"
         ) from error
     _say_underflow(fits, eps)
-    result = _result(residuals, fits, robust, rules, args)
+    result = _result(residuals, fits, rules, args)
     if x.dtype != torch.float64:
         _say_accuracy(result, eps)
     return result
 
 
-def _result(
-    residuals: ResidualFunction, fits: Fits, loss: RobustLoss, rules: Rules, args: tuple[Any, ...]
-) -> FitResult:
-    f, J = loss.weighted(fits.f, fits.J)
+def _result(residuals: ResidualFunction, fits: Fits, rules: Rules, args: tuple[Any, ...]) -> FitResult:
+    f, J = rules.loss.weighted(fits.f, fits.J)
     unknowns, one, shape = residuals.unknowns, not residuals.batch, residuals.shape
     assert shape is not None
     if one and int(fits.status) == Status.NOT_FINITE:
@@ -164,7 +160,7 @@ def _result(
     )
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         free = unknowns.embed(result.free.unsqueeze(0) if one else result.free)
-        return replace(result, x=unknowns.unflatten(differentiable(residuals, x, args, loss, free)))
+        return replace(result, x=unknowns.unflatten(differentiable(residuals, x, args, rules.loss, free)))
     return result
 
 

@@ -38,7 +38,7 @@ class TriangularLeastSquares:
         if J.ndim == 3 and m >= n and by_columns(len(J), n):
             triangle = _gram_schmidt(torch.cat([J.movedim(-1, 0), r.unsqueeze(0)]))
         else:
-            triangle = torch.linalg.qr(torch.cat([J.mT, r.unsqueeze(-2)], -2).mT, mode="r").R  # LAPACK goes by columns
+            triangle = torch.linalg.qr(torch.cat([J, r.unsqueeze(-1)], -1), mode="r").R
         return TriangularLeastSquares._of_rows(triangle, min(m, n))
 
     @staticmethod
@@ -70,7 +70,7 @@ class TriangularLeastSquares:
     def regular(self) -> Tensor:
         """Whether no pivot is rounding, beside its column, and no column has the square zero [*]."""
         (k, n), number = self.R.shape[-2:], torch.finfo(self.z.dtype)
-        pivots, lengths = self.R.diagonal(dim1=-2, dim2=-1).abs(), self.lengths.narrow(-1, 0, k)
+        pivots, lengths = self.R.diagonal(dim1=-2, dim2=-1).abs(), self.lengths if k == n else self.lengths[..., :k]
         regular = (pivots.sub(lengths, alpha=_SINGULAR * number.eps) > number.tiny**0.5).all(-1)
         return regular if k == n else torch.zeros_like(regular)
 

@@ -13,7 +13,6 @@ from torch import Tensor, as_tensor
 
 from natgrad.fit.fits import Fits, Rules, some
 from natgrad.fit.linearised import Linearised
-from natgrad.fit.losses import RobustLoss
 from natgrad.fit.residual_function import ResidualFunction
 from natgrad.fit.result import Status
 from natgrad.fit.triangle import TriangularLeastSquares
@@ -27,13 +26,10 @@ _FALLS = 0.9  # of the least offset: a settled fit goes on while its offset fall
 _PATIENCE = 10
 _WHOLE = 5  # of _PATIENCE: what a settled fit loses with a step without damping after which the offset did not fall
 _CRAWLS = as_tensor(10)  # steps in a row that the region limits: after these a fit bends its steps
-_NONE = as_tensor(0.0)
 _BENT = 0.2  # of a step: the longest bend that a second derivative is good for
 
 
-def minimise(
-    residuals: ResidualFunction, x: Tensor, loss: RobustLoss, rules: Rules, watch: Callable[[Fits, int], bool] | None
-) -> Fits:
+def minimise(residuals: ResidualFunction, x: Tensor, rules: Rules, watch: Callable[[Fits, int], bool] | None) -> Fits:
     """Minimise the cost of every fit from x [b n] (Moré 1978): δ minimises ‖Jδ + f‖ where ‖Dδ‖ ≤ radius.
 
     With bounds δ stays in the box: unknowns at a bound that the gradient pushes against are held, those that a step
@@ -43,7 +39,7 @@ def minimise(
     minimum the cost is flat to half of the digits, and the offset is not. ``watch`` sees one fit after every step that
     was taken, and stops it by returning True.
     """
-    fits = whole = Fits.start(residuals, x, loss, rules)
+    fits = whole = Fits.start(residuals, x, rules)
     fits.stop(~(fits.squares < torch.inf), Status.NOT_FINITE)
     rows, trial, taken, jacobians, asked = torch.arange(len(x), device=x.device), x, None, 0, False
     for step in count():
@@ -51,21 +47,23 @@ def minimise(
             J = residuals.jacobian(trial)
             fits.J = J if taken is None else torch.where(taken.view(-1, 1, 1), J, fits.J)
             jacobians += 1
-            model = Linearised.at(*loss.weighted(fits.f, fits.J), fits, rules)
+            model = Linearised.at(*rules.loss.weighted(fits.f, fits.J), fits, rules)
             fits.D = model.D
-            asked = step > 0 and watch is not None and watch(fits, jacobians - 1)
+            if step > 0 and watch is not None and watch(fits, jacobians - 1):
+                asked = True
+                fits.stop(asked, Status.STOPPED)
         if step == 0:
             # Where unknowns that matter are zero, x says nothing about its size
             fits.radius = torch.where(model.size > 0, model.size.maximum(_LEAST_RADIUS * model.unit), model.unit)
-        spent, inside = residuals.left <= 0, bool((model.above & model.inside(fits.radius)).all())
-        if step == 0 or asked or spent or fits.settled is not None or not (inside or model.above.all()):
-            fits.stop(asked, Status.STOPPED)
+        spent, inside = residuals.left <= 0, model.inside(fits.radius)
+        limits = not bool((model.above & inside).all())
+        if asked or spent or fits.settled is not None or (limits and not bool(model.above.all())):
             _judge(fits, model)
-            fits.stop(spent, Status.SPENT)
+            if spent:
+                fits.stop(spent, Status.SPENT)
             running = fits.status == Status.RUNNING
             if not bool(running.all()):
-                fits.nfev = torch.full_like(fits.nfev, residuals.calls.count)
-                fits.njev = torch.full_like(fits.njev, jacobians)
+                fits.nfev, fits.njev = (torch.full_like(rows, n) for n in (residuals.calls.count, jacobians))
                 if fits is not whole:
                     ended = (~running).nonzero().squeeze(-1)
                     whole.put(rows[ended], fits, ended)
@@ -73,11 +71,11 @@ def minimise(
                 if not len(going):
                     return whole
                 rows, model, fits, rules = rows[going], some(model, going), some(fits, going), some(rules, going)
-                residuals = residuals.of(going)
-            inside = bool(model.inside(fits.radius).all())
+                residuals, inside = residuals.of(going), inside[going]
+            limits = not bool(inside.all())
         else:
             fits.offset = model.offset
-        trial, taken = _step(residuals, fits, model, loss, rules, inside, step > 0)
+        trial, taken = _step(residuals, fits, model, rules, inside if limits else None, step > 0)
     raise AssertionError  # count() has no end
 
 
@@ -96,34 +94,35 @@ def _judge(fits: Fits, model: Linearised) -> None:
 
 
 def _step(
-    residuals: ResidualFunction, fits: Fits, model: Linearised, loss: RobustLoss, rules: Rules, inside: bool, sure: bool
+    residuals: ResidualFunction, fits: Fits, model: Linearised, rules: Rules, inside: Tensor | None, sure: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Try one step of every fit: where it leads, and which fits take it; None: all do.
 
-    ``inside``: no fit has a minimum of its model outside of its trust region. ``sure``: long steps are taken, too, if
-    their model is not right.
+    ``inside``: which fits have the minimum of their model in their trust region; None: all. ``sure``: long steps are
+    taken, too, if their model is not right.
     """
-    δ, fits.λ = (model.δ, torch.zeros_like(model.norm)) if inside else model.within(fits.radius, fits.λ)
+    δ, norm, predicted = model.δ, model.norm, model.promise
+    if inside is None:
+        fits.λ = torch.zeros_like(norm)
+    else:
+        δ, fits.λ, norm, predicted = model.within(fits.radius, fits.λ, inside)
     if rules.lower is None:
         trial = fits.x + δ
     else:
         δ, trial = model.in_box(δ, fits.λ, fits.x, rules)
-    norm, predicted = model.norm, model.promise
-    if not inside or rules.lower is not None:
         norm, predicted = torch.linalg.vector_norm(model.D * δ, dim=-1), model.QR.decrease(δ)
     f = residuals(trial)
-    actual = loss.decrease(fits.f, f)  # NaN, for which no comparison holds, where residuals are not finite
+    actual = rules.loss.decrease(fits.f, f)  # NaN, for which no comparison holds, where residuals are not finite
     radius = norm + norm
-    if inside:
-        fits.limited = torch.zeros_like(fits.limited)
+    if inside is None:
+        fits.limited = fits.λ  # 0
     else:
-        limited = fits.λ > _NONE
-        fits.limited = (fits.limited + 1) * limited
+        fits.limited = (fits.limited + 1) * ~inside
         crawls = fits.limited >= _CRAWLS
-        if rules.lower is None and loss.rho is None and residuals.left > 0 and bool(crawls.any()):
+        if rules.lower is None and rules.loss.rho is None and residuals.left > 0 and bool(crawls.any()):
             around = trial + _bend(fits, model.D, δ, f)
             beside = residuals(around)
-            gain = loss.decrease(fits.f, beside)
+            gain = rules.loss.decrease(fits.f, beside)
             bent = crawls & (gain > actual)
             fits.limited = torch.where(crawls & ~bent, 0, fits.limited)  # it is not for a bend that the fit crawls
             if bool(bent.all()):
@@ -132,12 +131,15 @@ def _step(
                 rows = bent.unsqueeze(-1)
                 trial, f = torch.where(rows, around, trial), torch.where(rows, beside, f)
                 actual = torch.where(bent, gain, actual)
-        radius = torch.where((actual >= _GOOD * predicted) | ~limited, radius, fits.radius)
+        radius = torch.where((actual >= _GOOD * predicted) | inside, radius, fits.radius)
 
-    small, fair = (rules.ftol * fits.squares).maximum(model.rounding), actual > _POOR * predicted
-    fits.settled, taken = None, None
-    if not (sure and bool((fair & (actual > small) & (norm > model.least)).all())):  # most steps are
-        taken, poor = actual > _LEAST_RATIO * predicted, ~fair
+    small, fair = (rules.ftol * fits.squares).maximum(model.rounding), _POOR * predicted
+    usual, taken, fits.settled = (actual > fair.maximum(small)) & (norm > model.least), None, None
+    if not sure:
+        unsure = (norm > 1.1 * _SURE * fits.radius) & ~((actual - predicted).abs() <= _RIGHT * predicted)
+        usual = usual & ~unsure
+    if not bool(usual.all()):
+        taken, poor = actual > _LEAST_RATIO * predicted, ~(actual > fair)
         # Without ftol, by_f is rounding, and steps that the region makes short may gain little
         reach, both = (predicted, Status.FTOL_XTOL) if rules.ftol > 0 else (model.promise, Status.XTOL)
         by_f, by_x = reach.maximum(actual.abs()) <= small, norm <= model.least
@@ -146,13 +148,13 @@ def _step(
             fits.settled = torch.where(by_f, torch.where(by_x, both, Status.FTOL), Status.XTOL * by_x)
             taken = taken | (met & (actual >= -model.rounding))
             poor = poor & ~(taken & (predicted <= model.rounding))  # rounding is no reason for a smaller region
-        # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
-        eps, less = torch.finfo(f.dtype).eps, torch.where(actual >= 0, 0.5, 0.25) * fits.radius.minimum(norm)
-        radius = torch.where(poor, less.maximum(eps**2 * (model.size + eps * model.unit)), radius)
+        if bool(poor.any()):
+            # Without xtol steps that no longer move x may follow each other, and λ ~ 1/radius would overflow
+            eps, less = torch.finfo(f.dtype).eps, torch.where(actual >= 0, 0.5, 0.25) * fits.radius.minimum(norm)
+            radius = torch.where(poor, less.maximum(eps**2 * (model.size + eps * model.unit)), radius)
         if not sure:
-            unsure = (norm > 1.1 * _SURE * fits.radius) & ~((actual - predicted).abs() <= _RIGHT * predicted)
             taken, radius = taken & ~unsure, torch.where(unsure, _SURE * fits.radius, radius)
-    if not inside:
+    if inside is not None:
         fits.λ = fits.λ * (norm / radius)  # a guess for the next step: with a large λ, ‖Dδ‖ ~ 1/λ
     fits.radius = radius
     if taken is None or bool(taken.all()):
@@ -160,7 +162,7 @@ def _step(
     else:
         rows, fits.shortened = taken.unsqueeze(-1), fits.shortened + ~actual.isfinite()
         fits.x, fits.f = torch.where(rows, trial, fits.x), torch.where(rows, f, fits.f)
-    fits.squares = loss.squares(fits.f)
+    fits.squares = rules.loss.squares(fits.f)
     return trial, taken
 
 
