@@ -12,7 +12,10 @@ from natgrad.structures import Structure
 from tests import zoo
 from tests.pulled import close, pull, random_roots
 
-CLOSED = [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker(), ng.Kernel()]
+CLOSED = [
+    *(ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker(), ng.Kernel()),
+    ng.Nystrom(5),  # whose floor is one number
+]
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "root": lambda w: w.clamp(min=0).sqrt(),
     "damped inverse": lambda w: (w + 0.1).reciprocal(),
