@@ -36,7 +36,6 @@ MAKES: dict[str, Callable[[Any], Any]] = {
     "shampoo": lambda model: ng.Shampoo(model, lr=0.01, fit="kl"),
     "soap": lambda model: ng.SOAP(model, lr=0.01, damping=ng.Relative(0.1)),
 }
-SOME = {2: tuple(MAKES), 4: ("natural", "shampoo", "soap")}
 LAYOUTS = {2: ("fsdp", "tp", "experts", "ddp"), 4: ("fsdp", "hsdp", "fsdp_tp", "halves")}
 STEPS, AFTER, TIMEOUT = 5, 3, 20
 
@@ -261,7 +260,7 @@ def main(folder: Path, rank: int, world: int) -> None:
     found: dict[Any, Any] = {}
     for layout in LAYOUTS[world]:
         vars(shards)["CHUNK_BYTES"] = 512 if layout == "hsdp" else 2**28  # many buckets, or one
-        for name in SOME[world]:
+        for name in MAKES:
             model = build(layout, divided=True)
             opt = MAKES[name](model)
             found[layout, name] = train(model, opt, range(STEPS), layout)
@@ -275,7 +274,7 @@ def main(folder: Path, rank: int, world: int) -> None:
                 found["state", layout, name] = state_of(opt)
             found["measured", layout, name] = measured(model, opt, layout)
     for layout in ("fsdp", "hsdp") if world == 4 else ("fsdp",):
-        for name in SOME[world]:
+        for name in MAKES:
             model, opt = resumed(folder, layout, name)
             found["resumed", layout, name] = state_of(opt)
             found["went on", layout, name] = train(model, opt, range(STEPS, STEPS + AFTER), layout)

@@ -35,12 +35,8 @@ def found(folder: Path) -> Found:
     return {(world, rank): torch.load(folder / f"{world}.{rank}.pt") for world, rank in RANKS}
 
 
-CASES = [
-    (world, layout, name) for world in shards.LAYOUTS for layout in shards.LAYOUTS[world] for name in shards.SOME[world]
-]
-RESUMED = [
-    (world, layout, name) for world, layout in ((2, "fsdp"), (4, "fsdp"), (4, "hsdp")) for name in shards.SOME[world]
-]
+CASES = [(world, layout, name) for world in shards.LAYOUTS for layout in shards.LAYOUTS[world] for name in shards.MAKES]
+RESUMED = [(world, layout, name) for world, layout in ((2, "fsdp"), (4, "fsdp"), (4, "hsdp")) for name in shards.MAKES]
 
 
 @pytest.mark.parametrize(("world", "layout", "name"), CASES)
