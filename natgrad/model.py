@@ -27,6 +27,7 @@ from natgrad.accelerate.modules import (
     COMPILED_CHILD,
     children_in,
     compiles_calls,
+    gathered,
     is_compiled_function,
     parameters_in,
     with_own_calls,
@@ -36,6 +37,7 @@ from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 from natgrad.jet import Jet
 from natgrad.log import listed
+from natgrad.sharding import is_sharded, shape_of
 
 # Wrappers: torch.compile and DistributedDataParallel.
 #
@@ -208,9 +210,22 @@ class Model:
         return self.function if isinstance(self.function, nn.Module) else None
 
     @cached_property
+    def is_sharded(self) -> bool:
+        """Whether processes have parts of parameters."""
+        return any(map(is_sharded, self.params.values()))
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The parameters as they are in the graph of a pass: ``fully_shard`` gathers shards."""
+        if not self.is_sharded or self.module is None:
+            return self.params
+        whole = gathered(self.module.modules())
+        return {name: whole.get(id(p), p) for name, p in self.params.items()}
+
+    @cached_property
     def like(self) -> dict[str, Tensor]:
         """The parameters on the meta device, without values."""
-        return {name: torch.empty_like(p, device="meta", requires_grad=False) for name, p in self.params.items()}
+        return {name: shape_of(p) for name, p in self.params.items()}
 
     @cached_property
     def batch_norms(self) -> dict[str, nn.Module]:

@@ -87,6 +87,31 @@ def local(t: Tensor) -> Tensor:
     return cast(Any, t).to_local() if is_sharded(t) else t
 
 
+def gradient_of(p: Tensor) -> Tensor:
+    """The part of its gradient that this process has, divided as p is."""
+    g, like = cast(Any, p.grad), cast(Any, p)
+    alike = not is_sharded(g) or g.placements == like.placements
+    return local(g if alike else g.redistribute(placements=like.placements))
+
+
+def divided_as(p: Tensor, t: Tensor) -> Tensor:
+    """A whole tensor of the shape of p, or the part of it that this process has, divided as p is; others as they are.
+
+    Of a part and a whole of one shape it does not matter which it is.
+    """
+    if not is_sharded(p) or is_sharded(t) or t.shape not in (p.shape, local(p).shape):
+        return t
+    out = torch.empty_like(p, dtype=t.dtype, requires_grad=False)
+    local(out).copy_(Extent.of(t).cut(t, Extent.of(p)) if t.shape == p.shape else t)
+    return out
+
+
+def shape_of(t: Tensor) -> Tensor:
+    """A tensor of the shape and type of the whole, on the meta device, without values."""
+    like = torch.empty(t.shape, dtype=t.dtype, device="meta") if is_sharded(t) else torch.empty_like(t, device="meta")
+    return like.requires_grad_(False)
+
+
 def whole(t: Tensor) -> Tensor:
     """All of a tensor. Of a ``DTensor`` all processes call this together."""
     return cast(Any, t).full_tensor() if is_sharded(t) else t

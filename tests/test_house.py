@@ -187,28 +187,28 @@ def test_an_import_loads_no_compiler() -> None:
 # Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
-    "accelerate": 2594,
+    "accelerate": 2626,
     "cli": 916,
     "data": 23,
     "families": 2110,
     "fit": 2066,
-    "gradients": 1217,
+    "gradients": 1207,
     "functionspace": 1306,
     "integrations": 107,
     "invariance": 606,
     "kernels": 558,
     "mirror": 1062,
-    "natgrad": 2933,
+    "natgrad": 2955,
     "operators": 0,
-    "optim": 3186,
+    "optim": 3571,
     "output": 1245,
-    "pullbacks": 4306,
+    "pullbacks": 4315,
     "rules": 1156,
     "solve": 239,
     "step": 832,
-    "structures": 3046,
+    "structures": 3081,
     "vi": 1291,
-    "watch": 571,
+    "watch": 573,
 }
 
 

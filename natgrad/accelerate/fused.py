@@ -459,8 +459,9 @@ class Flag:
         # A norm is quick, and finite only if every number is; one that overflows is looked at again.
         if math.isfinite(float(total_norm(values))):
             return
-        finite = torch.isfinite(largest(values)).tolist()
-        bad = [name for name, good in zip(tensors, finite, strict=True) if not good]
+        held = {name: t for name, t in tensors.items() if t.numel()}  # a shard may have no rows
+        finite = torch.isfinite(largest(list(held.values()))).tolist()
+        bad = [name for name, good in zip(held, finite, strict=True) if not good]
         if bad:
             half = any(tensors[name].dtype is torch.float16 for name in bad)
             ends = ": float16 ends at 65504, use bfloat16 or float32 parameters (autocast)" if half else ""

@@ -144,6 +144,54 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def gathered(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """By the id of a shard of ``fully_shard``, the parameter that stands for it in passes, once there was one.
+
+    It is always the same one; between passes it has no memory.
+    """
+    groups = _groups_in(modules)
+    each = [param for group in groups for param in group.fsdp_params]
+    return {id(p.sharded_param): p._unsharded_param for p in each if hasattr(p, "_unsharded_param")}
+
+
+def _groups_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """The parameters that ``fully_shard`` gathers together, in modules: at first a state had one group."""
+    found: list[Any] = [m for m in modules if hasattr(m, "_get_fsdp_state")]
+    states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in found}
+    groups = [
+        group
+        for state in states.values()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    ]
+    return [group for group in groups if group is not None]
+
+
+_SETTINGS = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
+
+
+def gather(modules: Iterable[nn.Module]) -> None:
+    """Gather the parameters that ``fully_shard`` divides, until the next backward pass; all processes call this."""
+    for group in _groups_in(modules):
+        group.unshard()
+        group.wait_for_unshard()
+
+
+@contextmanager
+def without_exchange(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, passes with gathered parameters give and take nothing, however many of them a process makes."""
+    groups = _groups_in(modules)
+    before = [{name: getattr(group, name) for name in _SETTINGS} for group in groups]
+    for group in groups:
+        group.unshard()  # where a backward pass came between
+        group.wait_for_unshard()
+        vars(group).update(_SETTINGS)
+    try:
+        yield
+    finally:
+        for group, settings in zip(groups, before, strict=True):
+            vars(group).update(settings)
+
+
 def in_join(ddp: DistributedDataParallel) -> bool:
     """Whether it runs inside of ``with model.join():``."""
     return ddp._join_config.enable

@@ -31,7 +31,7 @@ from natgrad.errors import NonFiniteError
 from natgrad.geometry import refuse_sparse
 from natgrad.gradients.assignment import Assignment, GradientPlan, Modules, assigned, groups_of
 from natgrad.gradients.earlier_checkpoints import converted
-from natgrad.gradients.shards import Member, Owners, Stage, State, divided_as, gradient_of
+from natgrad.gradients.shards import Member, Owners, Stage, State
 from natgrad.linalg import Damping, Relative, eigvalsh, is_number, is_rounding, number_of
 from natgrad.log import flat, listed, nbytes, of_groups
 from natgrad.model import check_types
@@ -39,7 +39,7 @@ from natgrad.optim import metrics as told
 from natgrad.optim.checkpoint import check_nonnegative, check_tensor, check_torch, reading
 from natgrad.optim.distributed import refuse_flat_shards
 from natgrad.optim.update import adamw, check_keys, check_numbers, common_damping, corrected_weight, tensors_of
-from natgrad.sharding import is_sharded, local, whole
+from natgrad.sharding import divided_as, gradient_of, is_sharded, local, whole
 
 Parameters: TypeAlias = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]] | Mapping[str, Tensor]

@@ -33,22 +33,6 @@ Member: TypeAlias = tuple[Tensor, Assignment, State]
 Shapes: TypeAlias = Callable[[Assignment], Mapping[str, tuple[int, ...]]]  # of the state of a matrix
 
 
-def gradient_of(p: Tensor) -> Tensor:
-    """The part of its gradient that this process has, divided as p is."""
-    g, like = cast(Any, p.grad), cast(Any, p)
-    alike = not is_sharded(g) or g.placements == like.placements
-    return local(g if alike else g.redistribute(placements=like.placements))
-
-
-def divided_as(p: Tensor, t: Tensor) -> Tensor:
-    """A whole tensor of the shape of p, divided as p is; other tensors as they are."""
-    if not is_sharded(p) or is_sharded(t) or t.shape != p.shape:
-        return t
-    out = torch.empty_like(p, dtype=t.dtype)
-    local(out).copy_(Extent.of(t).cut(t, Extent.of(p)))
-    return out
-
-
 @final
 class Stage:
     """Matrices that travel and step together: all of them, where there is one process.

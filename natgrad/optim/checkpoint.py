@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from numbers import Real
-from typing import Annotated, Any, TypeAlias, TypeVar, final, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeVar, cast, final, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.linalg import Relative, number_of
 from natgrad.model import Model
+from natgrad.optim.distributed import Processes
 from natgrad.optim.estimates import MetricTracker
 from natgrad.optim.parameters import ParameterStatus
 from natgrad.optim.preconditioner import Preconditioner
@@ -30,6 +31,7 @@ from natgrad.pullbacks.operation_layers import loaded, with_layers
 from natgrad.sharding import whole
 from natgrad.solve.cg import CGInverse
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape, constant
+from natgrad.structures.layered import LayerOperator
 
 T = TypeVar("T")
 Entry: TypeAlias = dict[str, Any]
@@ -294,6 +296,8 @@ def restore(
     inverse of another solver is not used: the next step inverts anew.
     """
     state = RunState.read(entry)
+    of_metric, of_inverse = ({key: whole(t) for key, t in each.items()} for each in (state.operator, state.inverse))
+    state = replace(state, operator=of_metric, inverse=of_inverse)
     words = vars(state) | {"structure": structure_in_words(tracker.structure, state.structure)}
     check_signature("optimizer", words, _signature(tracker, preconditioner) | {"momentum_on": momentum_on})
     check_finite("the metric", state.operator)
@@ -324,6 +328,9 @@ def restore(
     average: Operator | None = constant(tracker.structure, model)
     if average is None and tensors:
         average = operator_of(tracker.structure, model, blocks, tensors)
+    whole_metric, owners = average, tracker.world.owners
+    if owners is not None and average is not None:
+        average = owners.loaded(cast(LayerOperator, average))
     inverse: Inverse | None = None
     warm: dict[str, Tensor] | None = None
     if state.solver != _solver(preconditioner, tracker.structure.power):
@@ -334,8 +341,11 @@ def restore(
     else:  # its inverse may be older than it, and is computed again only where it has no tensors
         saved = placed(state.inverse)
         G = preconditioner.inverted_metric(average)
+        if owners is not None:  # a process may keep nothing
+            saved = owners.named(saved, cast(LayerOperator, average))
         inverse = _inverse_of(G, saved) if saved else None
-        inverse = inverse or preconditioner.world.inverse(solver, G, λ, warm=saved)
+        world = preconditioner.world if owners is None else Processes()
+        inverse = inverse or world.inverse(solver, G, λ, warm=saved)
 
     def go_on() -> None:
         tracker.observer = observer
@@ -344,6 +354,8 @@ def restore(
         observer.cache.operations.put(layers, observer.blocks)
         tracker.step, tracker.estimated = state.step, state.estimated
         tracker.average = average
+        if owners is not None and average is not None:
+            owners.adopt(cast(LayerOperator, whole_metric), cast(LayerOperator, average))
         tracker.weight.total, tracker.weight.step_size = state.mass[0], int(state.mass[1])
         statuses = {
             ParameterStatus.UNSEEN: state.unreached,
@@ -356,7 +368,7 @@ def restore(
             table.see(tracker.unseen(average))
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
         preconditioner.inverted, preconditioner.outdated = state.inverted, state.outdated
-        preconditioner.unseen = frozenset() if average is None else average.unseen
+        preconditioner.unseen = frozenset() if whole_metric is None else whole_metric.unseen
         _seed(tracker.generator, state.generator.cpu(), state.rank, tracker.world.rank)
         if state.counted:
             tracker.skip_counted()

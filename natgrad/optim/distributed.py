@@ -12,7 +12,7 @@ of them can be loaded with any number of processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, cast, final
+from typing import Any, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.modules import active_ddp, in_join
 from natgrad.errors import IncompatibleError, NatgradError
-from natgrad.linalg import Damping
+from natgrad.linalg import Damping, Relative
+from natgrad.optim.owners import LayerOwners
 from natgrad.pullbacks.layer import Block
-from natgrad.sharding import is_sharded, owners
+from natgrad.sharding import group_of, is_sharded, owners
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator
 from natgrad.structures.layered import LayerOperator
 
+T = TypeVar("T")
 Tensors: TypeAlias = Mapping[str, Tensor]
-
-_SHARDED = (
-    "divides the parameters over processes, and natgrad does not divide the metric so: use DistributedDataParallel, in "
-    "which every process has the whole model and the work on the metric is divided, or an optimizer of torch.optim"
-)
 
 
 class Processes:
@@ -46,6 +43,11 @@ class Processes:
 
     rank: int = 0
     size: int = 1
+    owners: LayerOwners | None = None  # of layers, where no process keeps all
+
+    def together(self, function: Callable[[], T]) -> T:
+        """What a function returns; where layers have owners, an error of one process is raised by all."""
+        return function()
 
     def raise_together(self, problem: Exception | None) -> None:
         """Raise the problem of one process in all of them; one that raised alone would leave the others waiting."""
@@ -108,11 +110,31 @@ class Alone(Processes):
 class Group(Processes):
     """The processes of a process group; all of them make the same calls."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        group: dist.ProcessGroup = ddp.process_group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ddp: DistributedDataParallel | None,
+        device: torch.device,
+        owners: LayerOwners | None,
+    ) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self._group, self._device, self._ddp = group, next(iter(ddp.parameters())).device, ddp
+        self.owners: LayerOwners | None = owners
+        self._group, self._device, self._ddp = group, device, ddp
+
+    def together(self, function: Callable[[], T]) -> T:
+        if self.owners is None:
+            return function()
+        problem, result = None, None
+        try:
+            result = function()
+        except Exception as error:
+            problem = error
+        try:
+            self.raise_together(problem)
+        finally:
+            del problem  # as in ``raise_together``
+        return cast(T, result)
 
     def raise_together(self, problem: Exception | None) -> None:
         count = torch.full((1,), float(problem is not None), device=self._device)
@@ -133,7 +155,7 @@ class Group(Processes):
 
     def check(self) -> None:
         """Some processes may have no batch left in ``model.join()``, and would make no step."""
-        if in_join(self._ddp):
+        if self._ddp is not None and in_join(self._ddp):
             raise IncompatibleError(
                 "with model.join() a process without batches makes no step, and the others would wait for its share of "
                 "the metric: give all processes equally many batches (DistributedSampler does), and leave out join()"
@@ -141,6 +163,8 @@ class Group(Processes):
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """In place, if an average is taken number by number; else estimates are exchanged and averaged one by one."""
+        if self.owners is not None:
+            return self.owners.mean(cast(LayerOperator, operator), n)
         if operator.layers:
             self._used_alike(operator)
         averaged = operator.averaged()
@@ -208,6 +232,10 @@ class Group(Processes):
     def inverse(
         self, solver: Solver, G: Operator, damping: Damping, *, last: Inverse | None = None, warm: Tensors | None = None
     ) -> Inverse:
+        if self.owners is not None:
+            if isinstance(damping, Relative) or damping == 0 or not solver.by_layer:
+                G = self.owners.beside(cast(LayerOperator, G))
+            return super().inverse(solver, G, damping, last=last, warm=warm)
         if isinstance(G, LayerOperator) and G.inverts_at_once and last is not None:  # all processes have the same G
             return solver.again(last, G, damping)
         start = warm if last is None else last.tensors()
@@ -220,6 +248,8 @@ class Group(Processes):
         )
 
     def with_new_basis(self, G: Operator) -> Operator:
+        if self.owners is not None:
+            return self.owners.with_new_basis(cast(LayerOperator, G))
         return G.with_new_basis(self) if isinstance(G, LayerOperator) else G
 
     def share(self, blocks: Sequence[Block]) -> list[int]:
@@ -251,19 +281,51 @@ class Group(Processes):
         return tensors
 
 
-def processes_of(wrapping: Sequence[nn.Module], cause: str | None) -> Processes:
-    """The processes of the ``DistributedDataParallel`` among a model and what it wraps; if there is none, this process.
+def processes_of(
+    wrapping: Sequence[nn.Module], params: Mapping[str, Tensor], cause: str | None, share: float | None
+) -> Processes:
+    """The processes that share a model: of the mesh that its parameters are divided on, or of the
+    ``DistributedDataParallel`` among it and what it wraps; if there is none, this process.
 
     A ``DistributedDataParallel`` of one process alone says that the others train other models. ``cause``: what decides
-    the steps of a process beside gradients, if there is such a thing.
+    the steps of a process beside gradients, if there is such a thing. ``share``: of the processes, the part that keeps
+    a layer; None where all of them keep the whole metric.
     """
+    device = next(iter(params.values())).device
+    if meshes := {cast(Any, p).device_mesh for p in params.values() if is_sharded(p)}:
+        if len(meshes) > 1 or not all(map(is_sharded, params.values())):
+            raise IncompatibleError(
+                "some parameters are divided over other processes than the rest, or over none, and the metric is one: "
+                "give fully_shard one mesh, and call it on the whole model, too"
+            )
+        if "FSDPModule" not in {
+            cls.__name__ for module in wrapping[-1].modules() for cls in type(module).__mro__
+        } or any(sum(not each.is_replicate() for each in cast(Any, p).placements) > 1 for p in params.values()):
+            raise IncompatibleError(
+                "tensor parallelism (parallelize_module) divides layers, and a process sees parts of factors: take "
+                "fully_shard alone, or an optimizer of gradients alone (ng.Natural, ng.Muon, ng.Shampoo, ng.SOAP)"
+            )
+        group = group_of(meshes.pop())
+        return _group(group, None, params, device, share)
     for module in wrapping:
         if isinstance(module, DistributedDataParallel):
-            group = Group(module)
-            return group if group.size > 1 else Processes()
+            return _group(module.process_group, module, params, device, share)
     world = Processes() if cause is None else Alone(cause)
     world.check()
     return world
+
+
+def _group(
+    group: dist.ProcessGroup,
+    ddp: DistributedDataParallel | None,
+    params: Mapping[str, Tensor],
+    device: torch.device,
+    share: float | None,
+) -> Processes:
+    size = dist.get_world_size(group)
+    if size == 1:
+        return Processes()
+    return Group(group, ddp, device, None if share is None else LayerOwners(params, group, max(share, 1 / size)))
 
 
 def _described(problem: Exception) -> NatgradError:
@@ -278,25 +340,6 @@ def refuse_flat_shards(model: nn.Module) -> None:
             "FullyShardedDataParallel holds parameters as parts of one vector, which have no rows and columns: use "
             "torch.distributed.fsdp.fully_shard"
         )
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise if processes hold shards of the parameters, by the name of what divides them.
-
-    By the names of classes: to import them would take longer than all else here.
-    """
-    kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if "FullyShardedDataParallel" in kinds:
-        raise IncompatibleError(f"FullyShardedDataParallel {_SHARDED}")
-    shards = {name: p for name, p in model.named_parameters() if is_sharded(p)}
-    if not shards:
-        return
-    name, shard = next(iter(shards.items()))
-    placements = [type(placement).__name__ for placement in cast(Any, shard).placements]
-    kind = "tensor parallelism (parallelize_module)"
-    if "FSDPModule" in kinds:
-        kind = "HSDP (fully_shard on a mesh of two axes)" if "Replicate" in placements else "FSDP2 (fully_shard)"
-    raise IncompatibleError(f"{kind} {_SHARDED}. Of {name} and {len(shards) - 1} others this process has a shard")
 
 
 def refuse_foreign_ddp(world: Processes) -> None:

@@ -36,7 +36,7 @@ from natgrad.accelerate.devices import (
     set_rng_state,
 )
 from natgrad.accelerate.fused import Flag
-from natgrad.accelerate.modules import compiling, uncompiled, without_saved_tensor_hooks
+from natgrad.accelerate.modules import compiling, gather, uncompiled, without_exchange, without_saved_tensor_hooks
 from natgrad.errors import IncompatibleError, LossMismatchError, NatgradError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
@@ -63,7 +63,7 @@ from natgrad.pullbacks.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator, Refresh, constant
 from natgrad.structures.kronecker import Kronecker, KroneckerInBackward
-from natgrad.structures.layered import Layered
+from natgrad.structures.layered import Layered, LayerOperator
 from natgrad.watch.base import LossHook, ModuleHook, Watcher, attach_hook, in_training, loss_in, on_cotangent
 from natgrad.watch.loss import differ
 from natgrad.watch.model import ModelState
@@ -197,6 +197,11 @@ class MetricTracker:
         return self.fresh is not None or self.absorbed
 
     @property
+    def like(self) -> Operator | None:
+        """What an estimate will be averaged with: which layers it has, and in which basis."""
+        return self.average if self.world.owners is None else self.world.owners.layers
+
+    @property
     def averaged(self) -> bool:
         """Whether estimates of earlier passes exist, which the next must be averaged with."""
         return self.average is not None or self.fresh is not None
@@ -218,12 +223,15 @@ class MetricTracker:
             self.count(pb.n)  # not before: an estimate that is refused does not count
             self._examples += pb.n
             return
-        estimate = self.structure.estimate(pb, self.fresh or self.average)
+        estimate = self.structure.estimate(pb, self.fresh or self.like)
         if self.chooses_basis:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             self.together = True
             self.world.raise_together(None)
-            estimate = self.structure.estimate(pb, self.world.with_new_basis(self._mean(estimate, pb.n)))
+            G, owners = self.world.with_new_basis(self._mean(estimate, pb.n)), self.world.owners
+            if owners is not None:
+                owners.tell_basis(cast(LayerOperator, G))
+            estimate = self.structure.estimate(pb, G if owners is None else owners.layers)
             self.together = False
         self.hold(estimate, pb.n)
 
@@ -251,7 +259,8 @@ class MetricTracker:
         if not self.is_joint:
             mean = self._mean(self.fresh, self._examples)
             # Here all processes raise; one that raised alone would leave the others waiting.
-            self.fresh, self.is_joint = mean.finite() if self.world.size > 1 else mean, True
+            finite = self.world.together(mean.finite) if self.world.size > 1 else mean
+            self.fresh, self.is_joint = finite, True
             self._unreached = self._unreached_anywhere()
         weight = replace(self.weight).next_step(self._examples)
         if self.average is None or (self.schedule.decay == 0 and not self.fresh.unseen):
@@ -263,6 +272,8 @@ class MetricTracker:
         """After a step that succeeded: the operator becomes the average. ``estimated``: it is new in this step."""
         if estimated:
             self.parameters.see(self.unseen(operator))
+        if self.world.owners is not None:
+            self.world.owners.commit(cast(LayerOperator, operator))
         self.average = operator
         if self.absorbed:
             self.weight.end_step()
@@ -274,6 +285,8 @@ class MetricTracker:
 
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
+        if self.world.owners is not None:
+            self.world.owners.discard()
         self.is_joint = False
         self.fresh, self.absorbed = None, False
         self._examples, self.weight.examples = 0, 0
@@ -302,6 +315,10 @@ class MetricTracker:
         if self._unreached is not None:
             forgets = self.average is None or self.schedule.decay == 0  # only the last one counts
             never = self._unreached if forgets else never & self._unreached
+        owners = self.world.owners
+        if owners is not None:
+            layers = owners.all_layers
+            return layers.unseen | never.difference(*(block.names for block in layers.layers))
         return G.unseen | never.difference(*(block.names for block in G.layers)) if never else G.unseen
 
     def _unreached_anywhere(self) -> frozenset[str] | None:
@@ -719,6 +736,8 @@ class PassSource(Source):
             self._depth -= 1
             return None
         of_user, recorder = self._handle is not None, self._stop()
+        if raw is not None and self.tracker.model.is_sharded:  # before anything can fail in one process alone
+            gather(module.modules())
         with AtStep(self.tracker), without_saved_tensor_hooks():
             return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
         return None
@@ -744,7 +763,7 @@ class PassSource(Source):
         model = self.tracker.model
         for watcher in self.watchers:
             if of_user:
-                watcher.outputs(raw, model.returned(raw), model.params)
+                watcher.outputs(raw, model.returned(raw), model.leaves)
             else:
                 watcher.hidden()
 
@@ -754,6 +773,8 @@ class PassSource(Source):
         with AtStep(self.tracker), ExitStack() as paused:
             for watcher in self.watchers:
                 paused.enter_context(watcher.paused())
+            if self.tracker.model.is_sharded:
+                paused.enter_context(without_exchange(self.tracker.module.modules()))
             try:
                 pb = self._assemble(batch, tape, observer)
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
@@ -771,7 +792,7 @@ class PassSource(Source):
         params, blocks = tracker.model.params, tracker.observer.blocks
         modules = {module for block in blocks for module in block.owners}
         uses = tuple(use for use in tape.uses if use.module in modules)
-        tape = replace(tape, uses=uses, leaves=params)
+        tape = replace(tape, uses=uses, leaves={name: tape.leaves[name] for name in params})
         model = replace(observer.model, params=params)  # a pass may have had some of the heads only
         observer = replace(observer, model=model, blocks=blocks, cache=tracker.observer.cache)
         return observer.assemble(batch, tape, fleeting=fleeting, averaged=averaged)
@@ -915,7 +936,7 @@ class BackwardSource(PassSource):
             return tracker.count(n)
 
         kronecker = cast(Kronecker, tracker.structure)  # as ``check_source`` has seen
-        estimate = kronecker.in_backward(pb, tracker.average, in_place=tracker.in_place, weigh=weigh)
+        estimate = kronecker.in_backward(pb, tracker.like, in_place=tracker.in_place, weigh=weigh)
         self._estimates = (*self._estimates, (n, estimate))
         if estimate.asks_outputs:
             self._wait_for_outputs(estimate, pb.tape)
@@ -939,7 +960,7 @@ class BackwardSource(PassSource):
                 raise NatgradError(_IN_PLACE)
             estimate.see_outputs(tape, cotangent)
 
-        hook = in_training(tuple(self.tracker.model.params.values()), arrived)
+        hook = in_training(tuple(self.tracker.model.leaves.values()), arrived)
         if self.tracker.model.examples is not None:
             node, number = node.next_functions[0]
         node.register_prehook(lambda cotangents: hook(cotangents[number]))
@@ -1151,7 +1172,7 @@ class OutputSource(PassSource):
             if source is not None:
                 source.drop_if_freed(number)
 
-        params = tuple(tracker.model.params.values())
+        params = tuple(tracker.model.leaves.values())
         single = in_training(params, lambda cotangent: arrived([cotangent]), untrained)
         handle = None if several or not visible else on_cotangent(outputs[0], loss, single)
         if not visible or (handle is None and not several):

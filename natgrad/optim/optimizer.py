@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal, TypeAlias, final
@@ -24,7 +24,7 @@ from natgrad.log import flat, nbytes, of_groups
 from natgrad.model import Inputs, Model, check_slots, check_types, unwrapped
 from natgrad.optim import metrics as told
 from natgrad.optim.checkpoint import RunState, blank, check_torch, gather_state, reading, restore
-from natgrad.optim.distributed import processes_of, refuse_sharded
+from natgrad.optim.distributed import processes_of, refuse_flat_shards
 from natgrad.optim.estimates import (
     BackwardSource,
     GradientSource,
@@ -57,11 +57,12 @@ from natgrad.optim.update import (
 )
 from natgrad.output.losses import NO_LOSS, Criterion, metric_of
 from natgrad.output.metric import OutputMetric
-from natgrad.pullbacks.pullback import Observer, layers_of
+from natgrad.pullbacks.pullback import Observer, layers_of, memory_bound
 from natgrad.rules.base import Rule
+from natgrad.sharding import divided_as, gradient_of, local
 from natgrad.solve.cg import CGInverse
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.step.base import Fixed, Loss, PlainRule, Step, StepContext, StepRule
+from natgrad.step.base import Fixed, KLClip, Loss, PlainRule, Step, StepContext, StepRule
 from natgrad.step.normalised import Normalised
 from natgrad.step.polar import Polar
 from natgrad.structures.base import Operator, Refresh, Structure
@@ -76,8 +77,10 @@ from natgrad.watch.model import ModelState, ModelWatch
 _log = logging.getLogger("natgrad")
 _DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
 _EAGER = "a step of natgrad is not compiled. With fullgraph=True compile the model alone, and call opt.step() outside"
+Owning: TypeAlias = Literal["one", "all"] | float | None
 Fallback: TypeAlias = Structure | Literal["adamw"] | None
 
+_DIVIDED = frozenset(("momentum", "exp_avg", "exp_avg_sq"))  # in a state, as the parameters are
 _OUTSIDE = "the gradients of {} of {} parameters do not come through the outputs that the metric is on: {}"
 _LEFT = 'do not move: give them a group with "fallback": "adamw" and a learning rate'
 
@@ -121,6 +124,9 @@ class NaturalGradient(torch.optim.Optimizer):
         generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
             state is not used.
         memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
+        owners: How many of several processes keep the metric of a layer: "one", "all", or the share of them, such as
+            1/4. By default one where the parameters are divided (``fully_shard``), and all with
+            ``DistributedDataParallel``, so that one process alone may write a checkpoint.
         strict: Make an error of warnings: parameters without a layer rule, and a loss other than the one given.
 
     Method:
@@ -188,6 +194,7 @@ class NaturalGradient(torch.optim.Optimizer):
         examples: Literal["inputs"] | None = None,
         generator: torch.Generator | None = None,
         memory: int | None = None,
+        owners: Owning = None,
         strict: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -203,7 +210,7 @@ class NaturalGradient(torch.optim.Optimizer):
             strict=(strict, bool, "True or False"),
             nesterov=(nesterov, bool, "True or False"),
         )
-        refuse_sharded(model)
+        refuse_flat_shards(model)
         load_compiler()
         self._take_uncompiled = uncompiled(_take, reason=_EAGER)
         metric = metric_of(metric)
@@ -233,7 +240,10 @@ class NaturalGradient(torch.optim.Optimizer):
                 "Give damping a number, or take another step rule"
             )
         device = wrapped.example.device
-        world = processes_of(wrapping, _cause_of_drift(metric, schedule, step))
+        share = _share(owners, wrapped, schedule, step, metric)
+        world = processes_of(wrapping, wrapped.params, _cause_of_drift(metric, schedule, step), share)
+        if world.owners is not None:  # of what this process keeps
+            memory = memory_bound(memory, device) * world.owners.teams
         generator = generator or _generator(device, world.rank)
         wrapped = replace(wrapped, constant_statistics=schedule.structure.by_layer)
         blocks = layers_of(wrapped, rules)
@@ -276,7 +286,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.flag: Flag = Flag()
         # Gradients that are too many to copy lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[PlainStep, Tensor | None]] = GraphCache(capacity=4)
-        self._params = whole.params
+        self._params, self._is_sharded = whole.params, whole.is_sharded
         self._of_groups: Members = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
         self._divided: tuple[frozenset[str] | None, Members, Members] = (None, (), ())  # see ``_division``
         self._strict = strict
@@ -472,7 +482,9 @@ class NaturalGradient(torch.optim.Optimizer):
             idle = without_grad | blind
             self._put_aside(ω, blind, estimated)
             ω = self._metered(ω, blind)
-        with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
+        owners = self.tracker.world.owners
+        unseen = G.unseen if owners is None else owners.all_layers.unseen
+        with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated, unseen=unseen) as G:
             if isinstance(self.rule, PlainRule):
                 self._last = self._plain_step(self.rule, ω, grads, idle, damping)
             else:
@@ -521,7 +533,12 @@ class NaturalGradient(torch.optim.Optimizer):
 
         gradients, rates = [*of_metric.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
         of_momenta = self._momentum_weights()
-        changing = bool(idle - self.parameters.outside) or not complete or isinstance(inverse, CGInverse)
+        changing = (
+            self.tracker.world.owners is not None
+            or bool(idle - self.parameters.outside)
+            or not complete
+            or isinstance(inverse, CGInverse)
+        )
         if changing or not is_asynchronous(self.tracker.device):
             found, _ = run(gradients, [*rates, *of_momenta])
         else:
@@ -536,10 +553,11 @@ class NaturalGradient(torch.optim.Optimizer):
         rates: Sequence[Rate] | None = None,
         weights: Sequence[Rate] | None = None,
     ) -> ParamUpdate:
+        members, state = self._here(self._division[0])
         return ParamUpdate(
             self.param_groups,
-            self._division[0],
-            self.state,
+            members,
+            state,
             momentum_on=self.momentum_on,
             without_grad=without_grad,
             rates=rates,
@@ -560,7 +578,15 @@ class NaturalGradient(torch.optim.Optimizer):
         )
 
     def _adamw(self) -> AdamWUpdate:
-        return AdamWUpdate(self.param_groups, self._division[1], self.state)
+        return AdamWUpdate(self.param_groups, *self._here(self._division[1]))
+
+    def _here(self, members: Members) -> tuple[Members, MutableMapping[Tensor, Any]]:
+        """What this process has of parameters, with their states, in which it keeps as much."""
+        if not self._is_sharded:
+            return members, self.state
+        parts = [[(name, p, local(p).detach()) for name, p in pairs] for pairs in members]
+        states = {part: self.state[p] for triples in parts for _, p, part in triples}
+        return [[(name, part) for name, _, part in triples] for triples in parts], states
 
     @property
     def _division(self) -> tuple[Members, Members]:
@@ -656,7 +682,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """The gradients of the parameters that have one, by name."""
         grads = {name: grad for name, p in self._params.items() if (grad := p.grad) is not None}
         refuse_sparse(grads)
-        return grads
+        return {name: gradient_of(self._params[name]) for name in grads} if self._is_sharded else grads
 
     def _differential(self, grads: Mapping[str, Tensor]) -> tuple[Covector, frozenset[str]]:
         """ω, with zeros for parameters without a gradient, and the names of these parameters."""
@@ -667,7 +693,7 @@ class NaturalGradient(torch.optim.Optimizer):
                 raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
             without = [name for name in params if name not in grads]
             self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
-            grads = {**grads, **{name: torch.zeros_like(params[name]) for name in without}}
+            grads = {**grads, **{name: torch.zeros_like(local(params[name])) for name in without}}
         return Covector({name: grads[name] for name in params}), frozenset(without)
 
     def _put_aside(self, ω: Covector, names: frozenset[str], estimated: bool) -> None:
@@ -730,13 +756,19 @@ class NaturalGradient(torch.optim.Optimizer):
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         plain = _copied(state["state"])
         run = RunState.of(self.tracker, self.preconditioner, self._momentum)
+        places = blank(self.tracker, self.preconditioner)
+        if (owners := self.tracker.world.owners) is not None:
+            run = replace(run, operator=owners.collected(run.operator), inverse=owners.collected(run.inverse))
+            places = {which: owners.divided(tensors) for which, tensors in places.items()}
         keys = [key for group in state["param_groups"] for key in group["params"]]
         names = {id(p): name for name, p in self._params.items()}
         ordered = [names[id(p)] for group in self.param_groups for p in group["params"]]
         states = {name: plain.setdefault(key, {}) for name, key in zip(ordered, keys, strict=True)}
         began = states if self.tracker.step else {name: {} for name in states}
-        mine = run.by_parameter(blank(self.tracker, self.preconditioner), began, device)
+        mine = run.by_parameter(places, began, device)
         self._fill(states)
+        for name, of_param in states.items() if self._is_sharded else ():
+            of_param |= {what: divided_as(self._params[name], t) for what, t in of_param.items() if what in _DIVIDED}
         for name, of_param in mine.items():
             states[name]["natgrad"] = of_param
         state["state"] = plain
@@ -762,11 +794,15 @@ class NaturalGradient(torch.optim.Optimizer):
         if began or any(float(group["lr"]) for group in self.param_groups):
             return False
         grads = [p.grad for p in self._params.values() if p.grad is not None]
-        if len(grads) < len(self._params) or any(bool(grad.any()) for grad in grads):
+        if len(grads) < len(self._params) or any(bool(local(grad).any()) for grad in grads):
             return False
         states: dict[str, dict[str, Any]] = {name: {"natgrad": {}} for name in self._params}
         self._fill(states)
-        self.state.update({p: states[name] for name, p in self._params.items()})
+        here = {
+            name: {what: local(t) if isinstance(t, Tensor) else t for what, t in of.items()}
+            for name, of in states.items()
+        }
+        self.state.update({p: here[name] for name, p in self._params.items()})
         return True
 
     def _mark(self) -> None:
@@ -788,6 +824,8 @@ class NaturalGradient(torch.optim.Optimizer):
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
         for p in self.state:
+            for what in _DIVIDED & self.state[p].keys() if self._is_sharded else ():
+                self.state[p][what] = local(divided_as(p, self.state[p][what])).clone()
             if "step" in self.state[p]:  # torch leaves it where it was saved
                 self.state[p]["step"] = self.state[p]["step"].to(p.device, torch.float32)
         self.source.discard()  # passes before belong to no step
@@ -809,6 +847,32 @@ class _PlainReport:
     idle: frozenset[str]  # parameters that did not move by the metric
     found: PlainStep
     damping: float
+
+
+def _share(owners: Owning, model: Model, schedule: Refresh, step: StepRule, metric: OutputMetric) -> float | None:
+    """Of the processes, the part that keeps a layer, by the argument ``owners``; None for all of them."""
+    if owners not in (None, "one", "all") and (not isinstance(owners, float) or not 0 < owners <= 1):
+        raise ValueError(
+            f'owners= is "one", "all", the share of the processes that keep a layer, or None, got {owners!r}'
+        )
+    if owners == "all" and model.is_sharded:
+        raise IncompatibleError(
+            'owners="all" keeps the whole metric in every process, and the parameters are divided: use "one", or less'
+        )
+    if owners in (None, "all") and not model.is_sharded:
+        return None
+    structure, why = schedule.structure, None
+    if metric.source == "gradients" or not isinstance(structure, Layered) or structure.power == 0:
+        why = f"{structure!r} is not estimated layer by layer from passes: use KFAC, EKFAC or SobolevKFAC"
+        why += ", and for gradients alone ng.Natural, ng.Muon, ng.Shampoo or ng.SOAP" if model.is_sharded else ""
+    elif model.is_sharded and metric.source == "backward":
+        why = f"{metric!r} reads layers in the user's own backward pass: give it the loss, Empirical(loss)"
+    elif not isinstance(step, Fixed | KLClip):
+        why = f"{type(step).__name__} asks for the whole metric or for whole parameters: use KLClip() or Fixed()"
+    if why is None:
+        return 0.0 if owners in (None, "one") else float(owners)
+    what = "the parameters are divided over processes" if model.is_sharded else f"owners={owners!r}"
+    raise IncompatibleError(f"{what}, so that every layer has an owner, and {why}")
 
 
 def _with_fallback(schedule: Refresh, fallback: Fallback) -> Refresh:

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 import torch
@@ -61,20 +62,25 @@ class Preconditioner:
         # In a step: its number, its metric, whether the last inverse has been overwritten, and whether a layer is new.
         self._step, self._overwritten, self._grown = 0, False, False
         self._operator: Operator | None = None
+        self._unseen: frozenset[str] = frozenset()
         self._settled: Damping | None = None  # the damping for which the inverse is that of this step
 
     @contextmanager
-    def attempt(self, G: Operator, damping: Damping, step: int, *, changed: bool) -> Iterator[Operator]:
+    def attempt(
+        self, G: Operator, damping: Damping, step: int, *, changed: bool, unseen: frozenset[str]
+    ) -> Iterator[Operator]:
         """The context of one step. If the step raises, the last inverse is restored.
 
-        ``changed``: the metric is not that of the last step. Gives G; if the inverse is due, with a new basis, for
-        structures that have one. An inverse that was overwritten cannot be restored: it is due again in the next step.
+        ``changed``: the metric is not that of the last step. ``unseen``: parameters that are in no estimate. Gives G;
+        if the inverse is due, with a new basis, for structures that have one. An inverse that was overwritten cannot be
+        restored: it is due again in the next step.
         """
         inverse = self.inverse
         saved = self.damping, self.outdated, self.inverted, self.inverted_before
         if isinstance(inverse, CGInverse):
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used
-        self._overwritten, self._step, self._grown = False, step, bool(self.unseen - G.unseen)
+        self._overwritten, self._step, self._grown = False, step, bool(self.unseen - unseen)
+        self._unseen = unseen
         self.outdated |= changed or self.damping != damping
         try:
             self._operator = self._begin(G, damping)
@@ -112,12 +118,20 @@ class Preconditioner:
 
     def prepare(self, damping: Damping) -> Inverse:
         """(G + λ)⁻¹, computed again if that is due. If that fails, the last one is used, and a warning says so once."""
-        last, G = self.inverse, self._operator
+        last = self.inverse
         if last is not None and (damping == self._settled or not self.due(damping)):
             return last
+        self.world.together(partial(self._make, damping, last))
+        self.outdated = False
+        self.damping = damping
+        self.unseen, self._grown = self._unseen, False
+        assert self.inverse is not None
+        return self.inverse
+
+    def _make(self, damping: Damping, last: Inverse | None) -> None:
+        G, overwritten, alone = self._operator, self._overwritten, self.world.size == 1 or self.world.owners is not None
         assert G is not None
-        overwritten = self._overwritten
-        self._overwritten |= last is not None and self.solver.works_in_place and self.world.size == 1
+        self._overwritten |= last is not None and self.solver.works_in_place and alone
         try:
             with full_precision(self._device):
                 self.inverse = self._inverse(G, damping, last)
@@ -135,11 +149,6 @@ class Preconditioner:
                 self.inverse = last.copy_into(self.inverse)
             self._overwritten |= self.inverse is last
             self.version += self.inverse is not last
-        self.outdated = False
-        self.damping = damping
-        self.unseen, self._grown = G.unseen, False
-        assert self.inverse is not None
-        return self.inverse
 
     def _count_inverse(self, last: Inverse | None) -> None:
         """A new inverse is made in this step."""
@@ -160,11 +169,15 @@ class Preconditioner:
         """(G + λ)⁻¹ω and ⟨ω, (G + λ)⁻¹ω⟩ []."""
         assert self.inverse is not None
         with full_precision(self._device):
+            if self.world.owners is not None:
+                return self.world.owners.sharp(self.inverse, ω)
             return self.inverse.sharp_with_pairing(ω)
 
     def sharp(self, ω: Covector) -> Vector:
         """(G + λ)⁻¹ω with the inverse that is there. The result may be overwritten."""
         assert self.inverse is not None
+        if self.world.owners is not None:
+            return self.sharp_with_pairing(ω)[0]
         with full_precision(self._device):
             return self.inverse.sharp(ω)
 
@@ -210,6 +223,9 @@ class Preconditioner:
         return None
 
     def _with_new_basis(self, G: Operator) -> Operator:
+        return self.world.together(partial(self._renew, G)) if self.world.owners is not None else self._renew(G)
+
+    def _renew(self, G: Operator) -> Operator:
         try:
             with full_precision(self._device):
                 return self.world.with_new_basis(G)

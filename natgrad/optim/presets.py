@@ -14,7 +14,7 @@ from natgrad.errors import IncompatibleError
 from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.linalg import Damping, Relative, is_number
 from natgrad.model import check_types
-from natgrad.optim.optimizer import NaturalGradient
+from natgrad.optim.optimizer import NaturalGradient, Owning
 from natgrad.optim.update import MomentumOn
 from natgrad.output.batch_gradient import BatchGradient
 from natgrad.output.fubini_study import FubiniStudy
@@ -90,6 +90,7 @@ def KFAC(
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int | None = None,
+    owners: Owning = None,
 ) -> NaturalGradient:
     """K-FAC: natural-gradient steps with two small matrices per layer (Martens and Grosse 2015).
 
@@ -132,6 +133,9 @@ def KFAC(
         generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
             state is not used.
         memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
+        owners: How many of several processes keep the metric of a layer: "one", "all", or the share of them, such as
+            1/4. By default one where the parameters are divided (``fully_shard``), and all with
+            ``DistributedDataParallel``, so that one process alone may write a checkpoint.
 
     Returns:
         The optimizer, a ``torch.optim.Optimizer``.
@@ -196,6 +200,9 @@ def EKFAC(**arguments: Any) -> NaturalGradient:
         generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
             state is not used.
         memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
+        owners: How many of several processes keep the metric of a layer: "one", "all", or the share of them, such as
+            1/4. By default one where the parameters are divided (``fully_shard``), and all with
+            ``DistributedDataParallel``, so that one process alone may write a checkpoint.
 
     Returns:
         The optimizer, a ``torch.optim.Optimizer``.
@@ -246,6 +253,7 @@ def SobolevKFAC(
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int | None = None,
+    owners: Owning = None,
 ) -> NaturalGradient:
     """K-FAC with a metric on functions that prefers smooth changes (Bai, Rosenberg and Xu 2022).
 
@@ -289,6 +297,9 @@ def SobolevKFAC(
         generator: Random numbers of sampled metrics; by default the optimizer has its own, so that the global random
             state is not used.
         memory: The largest number of bytes that the metric may occupy; None is half of those of the device.
+        owners: How many of several processes keep the metric of a layer: "one", "all", or the share of them, such as
+            1/4. By default one where the parameters are divided (``fully_shard``), and all with
+            ``DistributedDataParallel``, so that one process alone may write a checkpoint.
 
     Returns:
         The optimizer, a ``torch.optim.Optimizer``.

@@ -180,7 +180,7 @@ def _rule_of(block: Block) -> str | None:
 
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    structure, blocks, G = tracker.structure, tracker.observer.blocks, tracker.average
+    structure, blocks, G = tracker.structure, tracker.observer.blocks, tracker.like
     blocks = structure.arrange(blocks) if isinstance(structure, Layered) else blocks
     if G is None or not structure.by_layer:
         return blocks

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -429,8 +430,9 @@ def plain_step(
     finite, too.
     """
     asynchronous = is_asynchronous(next(iter(ω.values())).device)
+    world = inverse.world
     if beside and not asynchronous:
-        flag.check(beside, "the gradient")
+        world.together(partial(flag.check, beside, "the gradient"))
     smoothed, on_steps, rates = update.smoothed(ω), update.momentum_on == "steps", update.rates
     entering = update.momentum_input(ω, smoothed)
     v, pairing = _direction(smoothed, inverse, rule, measured=rule.measured or not asynchronous)
@@ -439,7 +441,7 @@ def plain_step(
     elif len(rates) <= 1:
         terms, square = [pairing], pairing * rates[0][1] ** 2 if rates else pairing
     else:  # also where the rates are equal: a resumed run must add in the same order
-        terms = pairings(smoothed, v, rates)
+        terms = pairings(smoothed, v, rates) if world.owners is None else world.owners.pairings(smoothed, v, rates)
         square = squared_length(terms, rates)
     scale = rule.scale(v, square)
     natural = type(rule).direction is PlainRule.direction
@@ -458,15 +460,15 @@ def plain_step(
         _fused_update(v, scale, update, flag)
         return PlainStep({}, *found)
     if pairing is not None and not asynchronous and not math.isfinite(float(pairing)):
-        flag.check(ω, "the gradient")
-        flag.check(v, "the step")  # else the sum has overflowed, and no number in it
+        world.together(partial(flag.check, ω, "the gradient"))
+        world.together(partial(flag.check, v, "the step"))  # else the sum has overflowed, and no number in it
     if scale is not None and (asynchronous or found[1] != 1.0):
         fused.scale_(list(v.values()), scale)
     velocities = dict(v.items())  # a ``Vector`` is looked up in Python
     update.add_momentum(velocities)
     moving = _overflow_candidates({name: velocities[name] for names, _ in rates for name in names}, rates)
     if not asynchronous and moving:
-        flag.check(moving, "the step")
+        world.together(partial(flag.check, moving, "the step"))
     elif asynchronous:
         half = any(t.dtype is torch.float16 for t in moving.values())
         flag.look(indicators if rule.bounded and not on_steps and not half else {**indicators, **moving})

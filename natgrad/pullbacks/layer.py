@@ -254,7 +254,7 @@ def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
     claims: _Claims = defaultdict(list)
     if model.module is None:
         return claims
-    names = {id(p): name for name, p in model.params.items()}
+    names = {id(p): name for params in (model.params, model.leaves) for name, p in params.items()}
     spoken_for: set[nn.Module] = set()  # submodules whose parameters belong to the rule of a parent
     for module in model.module.modules():
         if module in spoken_for:

@@ -186,7 +186,14 @@ class Recorder:
         uses, self.uses = self.uses, []
         operations, self._operations = self._operations, None
         recorded = None if operations is None else tuple(operations.uses())
-        return Tape(y, tuple(uses), self.statistics, operations=recorded, leaves=self._model.params, shapes=shapes)
+        leaves = self._model.leaves
+        tape = Tape(y, tuple(uses), self.statistics, operations=recorded, leaves=leaves, shapes=shapes)
+        if leaves is self._model.params:
+            return tape
+        stands = {id(p): id(leaves[name]) for name, p in self._model.params.items()}
+        entries = [{stands.get(p, p): count for p, count in use.entries.items()} for use in uses]
+        uses = [replace(use, entries=each) for use, each in zip(uses, entries, strict=True)]
+        return replace(tape, uses=tuple(uses), stands=stands)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook of a layer: append a ``Use``. The output is replaced if it was cloned (``apart``) or a view.
@@ -279,6 +286,7 @@ class Tape:
     operations: tuple[Operation, ...] | None = None  # operations that read parameters, if they were recorded
     leaves: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters of the pass
     shapes: Shapes = ()  # of the heads that y holds side by side
+    stands: Mapping[int, int] = field(default_factory=dict)  # by the id of a shard that of the leaf that stands for it
 
     def with_batch_first(self, axes: Mapping[int, BatchAxis]) -> Tape:
         """The same pass, with the batch axis of the uses at these positions moved to the front."""
@@ -321,6 +329,7 @@ class Tape:
             for key in kind.keys
         }
         replayed = any(isinstance(kind.rule, Replayed) for kind in block.kinds)
+        params = {self.stands.get(p, p) for p in params}
         # ``functional_call`` may put other parameters into the graph than the module's own.
         return all(counts[p] == expected[p] and (replayed or expected[p]) for p in params)
 

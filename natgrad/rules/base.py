@@ -225,7 +225,7 @@ _HARMLESS = frozenset(
         *("__dict__", "__weakref__", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__"),
         *("__annotate_func__", "__orig_bases__", "__parameters__", "__type_params__", "__hash__", "__eq__"),
         *("__init_subclass__", "__class_getitem__", "__abstractmethods__", "_abc_impl", "__jit_unused_properties__"),
-        *("reset_parameters", "extra_repr"),
+        *("reset_parameters", "extra_repr", "__new__", "_apply"),  # the last two as in ``fully_shard``
     )
 )
 

@@ -42,6 +42,7 @@ from natgrad.pullbacks.example_grads import ExampleGrads, slices
 from natgrad.pullbacks.gradient import GradientSample
 from natgrad.pullbacks.layer import Block
 from natgrad.pullbacks.pullback import Pullback, without_autocast
+from natgrad.sharding import shape_of
 from natgrad.show import brief
 
 
@@ -66,7 +67,7 @@ class Layout:
     @staticmethod
     def of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Layout:
         """``dtype``: of the metric; by default that of the parameters, and at least single."""
-        like = {name: torch.empty_like(t, device="meta", requires_grad=False) for name, t in tensors.items()}
+        like = {name: shape_of(t) for name, t in tensors.items()}
         if dtype is None:
             dtype = reduce(torch.promote_types, (t.dtype for t in like.values()), torch.float32)
         return Layout(like, dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, cast, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -180,6 +180,7 @@ class EigenKroneckerOperator(LayerOperator):
         unseen: Parameters of layers that no forward pass has used so far.
         power: p: the operator is G^p of the G that the tensors hold.
         positions: How many positions the factors are means over.
+        elsewhere: The largest root mean square of a gradient of layers that other processes keep.
         products: Whether D is s ⊗ a of the eigenvalues of S and A, of which some are rounding.
 
     Method:
@@ -196,6 +197,7 @@ class EigenKroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
+    elsewhere: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
     products: bool = field(default=False, kw_only=True)  # whether D is s ⊗ a of the eigenvalues of S and A
 
     @property
@@ -205,6 +207,10 @@ class EigenKroneckerOperator(LayerOperator):
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
         return {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right, "D": self.scales}
+
+    def _basis_of(self, numbers: Sequence[int]) -> Mapping[str, Any]:
+        left, right = (tuple(side[b] for b in numbers) for side in (self.basis.left, self.basis.right))
+        return {"basis": Basis(left, right)}
 
     def act(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]

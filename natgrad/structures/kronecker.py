@@ -388,6 +388,7 @@ class KroneckerOperator(LayerOperator):
         unseen: Parameters of layers that no forward pass has used so far.
         power: p: the operator is G^p of the G that the tensors hold.
         positions: How many positions the factors are means over.
+        elsewhere: The largest root mean square of a gradient of layers that other processes keep.
 
     Method:
         G = S ⊗ A on every layer: v = W [c o i] goes to S W A, or with a ``power`` p to S^p W A^p.
@@ -401,6 +402,7 @@ class KroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
+    elsewhere: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def act(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
-from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -381,14 +381,20 @@ def restrict(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
 
 def _reposition(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
     """The blocks without their rules, at their positions among these parameters."""
+    return _moved([block.without_rule() for block in blocks], params)
+
+
+def _moved(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
+    """The blocks at their positions among these parameters."""
     starts, at = {}, 0
     for name, p in params.items():
         starts[name] = at
         at += p.numel()
     out = []
-    for block in (block.without_rule() for block in blocks):
+    for block in blocks:
         slices = (replace(place, start=starts[name]) for name, place in zip(block.names, block.slices, strict=True))
-        out.append(replace(block, slices=tuple(slices)))
+        facets = (replace(facet, block=_moved([facet.block], params)[0]) for facet in block.facets)
+        out.append(replace(block, slices=tuple(slices), facets=tuple(facets)))
     return out
 
 
@@ -426,6 +432,7 @@ class LayerOperator(Operator):
     """
 
     damps_per_block: ClassVar[bool] = True
+    fields: ClassVar[Mapping[str, str]] = {"S": "left", "A": "right", "D": "scales"}  # of the averaged tensors
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -433,6 +440,7 @@ class LayerOperator(Operator):
     fallback: Operator | None
     unseen: frozenset[str]
     positions: tuple[int | Tensor, ...]  # of every layer, that A is a mean over: [c] or a number; () of an average
+    elsewhere: Tensor | None  # the largest root mean square [] of a gradient in other processes
 
     @abstractmethod
     def act(self, b: int, w: Tensor) -> Tensor:
@@ -460,10 +468,11 @@ class LayerOperator(Operator):
 
     @property
     def beside(self) -> Tensor | None:
-        """The largest root mean square [] of the gradient of a parameter of the fallback; None without a fallback."""
+        """The largest root mean square [] of a gradient outside of these layers; None where there is nothing."""
         if self.fallback is None:
-            return None
-        return self.fallback.with_power(1.0).diagonal().clamp(min=0).amax().sqrt()
+            return self.elsewhere
+        below = self.fallback.with_power(1.0).diagonal().clamp(min=0).amax().sqrt()
+        return below if self.elsewhere is None else torch.maximum(below, self.elsewhere)
 
     @property
     def zero_groups(self) -> list[Tensor]:
@@ -485,6 +494,35 @@ class LayerOperator(Operator):
     def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
         """The tensors of which an average is taken."""
         return {"S": self.left, "A": self.right}
+
+    def only(self, numbers: Sequence[int], *, fallback: bool) -> Self:
+        """The same metric of these layers alone, and of the fallback, or not."""
+        below = self.fallback if fallback else None
+        names = {name for b in numbers for name in self.blocks[b].names}
+        names |= set() if below is None else set(below.layout.like)
+        like = {name: t for name, t in self.layout.like.items() if name in names}
+        blocks = tuple(_moved([self.blocks[b] for b in numbers], like))
+        sides = {self.fields[letter]: tuple(side[b] for b in numbers) for letter, side in self.averaged_letters.items()}
+        changes = {**sides, **self._basis_of(numbers), "layout": Layout(like, self.layout.dtype), "blocks": blocks}
+        return replace(self, **changes, fallback=below, unseen=self.unseen & names, positions=())  # type: ignore[type-var]
+
+    def _basis_of(self, numbers: Sequence[int]) -> Mapping[str, Any]:
+        """What there is of these layers beside averages."""
+        return {}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """With these averages, by their names in ``averaged()``; those of the fallback are written in place."""
+        names = [block.names[0] for block in self.blocks]
+        letters = self.averaged_letters
+        sides = {self.fields[letter]: tuple(tensors[f"{name}/{letter}"] for name in names) for letter in letters}
+        below = None if self.fallback is None else self.fallback.averaged()
+        for key, t in (below or {}).items():
+            t.copy_(tensors[FALLBACK + key])
+        return replace(self, **sides)  # type: ignore[type-var]
+
+    def without_tensors(self) -> Self:
+        """Which layers there are, and in what basis."""
+        return replace(self, **{self.fields[letter]: () for letter in self.averaged_letters}, positions=())  # type: ignore[type-var]
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -578,16 +616,21 @@ class LayerOperator(Operator):
 
     def _beside_layers(self, damping: Damping) -> Damping:
         """The damping of the fallback, whose parameters may be rounding beside the layers."""
-        if not isinstance(damping, Relative) or not self.blocks:
-            return damping
-        return damping.beside(torch.cat(self.gradient_sizes))
+        largest = self._largest_layer
+        return damping if largest is None or not isinstance(damping, Relative) else damping.beside(largest.view(1))
+
+    @property
+    def _largest_layer(self) -> Tensor | None:
+        """The largest root mean square [] of a gradient outside of the fallback."""
+        sizes = [*self.gradient_sizes, *([] if self.elsewhere is None else [self.elsewhere.view(1)])]
+        return torch.cat(sizes).amax() if sizes else None
 
     def _pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None:
             self.refuse("Pinv(weight=…)", "a weight is no product of two factors; leave it out, or use BlockDense")
         fallback = self.fallback
-        if fallback is not None and self.blocks:  # what is rounding beside the layers is zero
-            largest = torch.cat(self.gradient_sizes).amax()
+        largest = self._largest_layer
+        if fallback is not None and largest is not None:  # what is rounding beside the layers is zero
             kept = fallback.map(lambda w: w.masked_fill(is_rounding(w.abs().sqrt(), largest), 0.0))
             fallback = kept.with_power(self.power)
         below = None if fallback is None else fallback.pseudo_inverse(self._beside_layers(damping), rtol, None)

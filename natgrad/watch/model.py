@@ -117,7 +117,9 @@ class ModelState:
     def missing(self) -> list[str]:
         """The parameters of the optimizer that the module no longer has."""
         now = {plain_name(name): p for name, p in self._module.named_parameters()}
-        return [name for name, p in self._model.params.items() if now.get(name) is not p]
+        leaves = self._model.leaves
+        kept = [name for name, p in self._model.params.items() if now.get(name) is p or now.get(name) is leaves[name]]
+        return [name for name in self._model.params if name not in kept]
 
 
 @final

@@ -567,21 +567,27 @@ def _refreshed(rank: int) -> str:
     return _message(step)
 
 
-SHARDED = ("fsdp2", "hsdp", "tensor", "fsdp1")
+SHARDED: dict[str, Callable[[nn.Module], Any]] = {
+    "fsdp1": lambda m: ng.KFAC(m, EXACT),
+    "dense": _natural(),
+    "rule": lambda m: ng.KFAC(m, EXACT, step=ng.TrustRegion(0.01)),
+    "own_backward": lambda m: ng.KFAC(m, ng.Empirical()),
+    "all": lambda m: ng.KFAC(m, EXACT, owners="all"),
+    "tensor": lambda m: ng.KFAC(m, EXACT),
+    "part": lambda m: ng.KFAC(m, EXACT),
+}
 
 
 def _sharded(name: str) -> None:
     """An optimizer of a model whose parameters are divided over the processes."""
-    model, alone = build(CASES["kfac"]), init_device_mesh("cpu", (2,))
-    if name == "fsdp2":
-        fully_shard(model, mesh=alone)
-    elif name == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
-    elif name == "fsdp1":
+    model: Any = build(CASES["kfac"])
+    if name == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    elif name == "tensor":
+        parallelize_module(model, init_device_mesh("cpu", (2,)), dict.fromkeys(("0", "2", "4"), ColwiseParallel()))
     else:
-        parallelize_module(model, alone, {"0": ColwiseParallel()})
-    ng.KFAC(model, EXACT)
+        fully_shard(model[0] if name == "part" else model, mesh=init_device_mesh("cpu", (2,)))
+    SHARDED[name](model)
 
 
 def _joined(rank: int) -> None:
