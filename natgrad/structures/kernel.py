@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import ClassVar, cast, final
 
 import torch
@@ -150,27 +150,17 @@ class KernelOperator(RootedOperator):
         """
         if self.K is not None or other.K is not None:
             self.refuse("a Gram matrix with other rows", "its examples are coupled; use Euclidean, without a kernel")
-        k, n = self.factors[0].g.shape[:2]
-        l, m = other.factors[0].g.shape[:2]
-        total = self.factors[0].g.new_zeros(k * n, l * m)
-        pairs, left, right = _match(self, other)
-        for a, b in pairs:
-            total += self.factors[a].gram(other.factors[b])
-        if left:
-            total.addmm_(self._ordered_rows(left), other._ordered_rows(right).T)
-        return total
+        here, there = _in_blocks_of_both(self, other)
+        return reduce(torch.add, (f.gram(h) for f, h in zip(here.factors, there.factors, strict=True)))
 
-    def _ordered_rows(self, which: Sequence[int]) -> Tensor:
-        """The rows [(k n) d] of some blocks, in flattening order."""
-        rows = torch.cat([self.factors[b].rows().flatten(0, 1) for b in which], dim=1)
-        return rows[:, torch.cat([self.blocks[b].index for b in which]).argsort()]
-
-    def _in_blocks(self, which: Sequence[int], others: Sequence[int]) -> KernelOperator:
+    def _in_blocks(self, which: Sequence[int]) -> KernelOperator:
         """The same rows: the blocks ``which`` as they are, and explicit rows for the parameters of the others."""
+        others = [b for b in range(len(self.blocks)) if b not in which]
         blocks, factors = [self.blocks[b] for b in which], [self.factors[b] for b in which]
         if others:
             blocks.append(Block.of_rows([self.blocks[b] for b in others]))
-            factors.append(ExampleGrads.of_rows(self._ordered_rows(others).unflatten(0, self.factors[0].g.shape[:2])))
+            order = torch.cat([self.blocks[b].index for b in others]).argsort()
+            factors.append(ExampleGrads.of_rows(torch.cat([self.factors[b].rows() for b in others], -1)[..., order]))
         return replace(self, blocks=tuple(blocks), factors=tuple(factors))
 
     def push(self, v: Tensor) -> Tensor:
@@ -273,9 +263,7 @@ class KernelOperator(RootedOperator):
         """Both sets of rows, weighted: exact, and as large as the two together."""
         self.same_kind(other)
         new = cast(KernelOperator, other)
-        alike, ours, theirs = _match(self, new)
-        here = self._in_blocks([at for at, _ in alike], ours)
-        there = new._in_blocks([at for _, at in alike], theirs)
+        here, there = _in_blocks_of_both(self, new)
         pairs = list(zip(here.factors, there.factors, strict=True))
         if any(f.g.shape[0] != h.g.shape[0] for f, h in pairs):
             raise ValueError("kernels with different numbers of roots cannot be joined")
@@ -460,30 +448,23 @@ def _step(f: ExampleGrads) -> int:
     return min(max(1, o), at_once(k * n * c * f.a.shape[3]))
 
 
-def _alike(block: Block, f: ExampleGrads, other: Block, g: ExampleGrads) -> bool:
-    """Whether the factors of two blocks are of the same parameters, packed in the same order."""
-    return (
-        block.names == other.names
-        and f.g.shape[3:] == g.g.shape[3:]
-        and f.a.shape[2:] == g.a.shape[2:]
-        and (block == other or torch.equal(block.index, other.index))
-    )
+def _alike(left: KernelOperator, a: int, right: KernelOperator, b: int) -> bool:
+    """Whether the factors of two blocks of the same parameters are packed in the same order."""
+    f, h, block, other = left.factors[a], right.factors[b], left.blocks[a], right.blocks[b]
+    if f.g.shape[3:] != h.g.shape[3:] or f.a.shape[2:] != h.a.shape[2:]:
+        return False
+    return block == other or torch.equal(block.index, other.index)
 
 
-def _match(left: KernelOperator, right: KernelOperator) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """The numbers of the blocks that both have packed alike, in pairs, and of the others of each.
+def _in_blocks_of_both(left: KernelOperator, right: KernelOperator) -> tuple[KernelOperator, KernelOperator]:
+    """The same rows, in the blocks that both have packed alike, and one of explicit rows for all other parameters.
 
     A layer may have its rule in one pass and not in another, where the model uses it in another way.
     """
-    theirs = {block.names: at for at, block in enumerate(right.blocks)}
-    pairs: list[tuple[int, int]] = []
-    for at, (block, f) in enumerate(zip(left.blocks, left.factors, strict=True)):
-        other = theirs.get(block.names)
-        if other is not None and _alike(block, f, right.blocks[other], right.factors[other]):
-            pairs.append((at, other))
-    ours, matched = ({pair[side] for pair in pairs} for side in (0, 1))
-    rest = [at for at in range(len(left.blocks)) if at not in ours]
-    return pairs, rest, [at for at in range(len(right.blocks)) if at not in matched]
+    theirs = {block.names: b for b, block in enumerate(right.blocks)}
+    pairs = [(a, theirs[block.names]) for a, block in enumerate(left.blocks) if block.names in theirs]
+    alike = [(a, b) for a, b in pairs if _alike(left, a, right, b)]
+    return left._in_blocks([a for a, _ in alike]), right._in_blocks([b for _, b in alike])
 
 
 def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:
