@@ -200,7 +200,7 @@ LINES: dict[str, int] = {
     "mirror": 1062,
     "natgrad": 2955,
     "operators": 0,
-    "optim": 3571,
+    "optim": 3628,
     "output": 1245,
     "pullbacks": 4315,
     "rules": 1156,

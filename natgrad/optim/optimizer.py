@@ -36,7 +36,7 @@ from natgrad.optim.estimates import (
 )
 from natgrad.optim.parameters import ParameterStatus, ParameterTable, without_metric
 from natgrad.optim.preconditioner import Preconditioner
-from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
+from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan, share_of
 from natgrad.optim.update import (
     AdamWUpdate,
     Members,
@@ -348,15 +348,26 @@ class NaturalGradient(torch.optim.Optimizer):
         if not self.tracker.constant:
             self.source.refresh(x, target)
 
-    def plan(self) -> Plan:
-        """What becomes of every parameter, and the memory for it: ``print(opt.plan())`` before training."""
+    def plan(self, *, world: int | None = None) -> Plan:
+        """What becomes of every parameter, and the memory for it: ``print(opt.plan())`` before training.
+
+        ``world``: a number of processes, of which each layer is to have an owner: what the busiest keeps, computes and
+        sends, also of a model on the meta device.
+        """
         tracker, damping = self.tracker, self.preconditioner.damping
         result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self._momentum)
+        if world is not None:
+            result = replace(
+                result, share=share_of(result.rows, world, result.element, tracker.model.example.element_size())
+            )
         names = [name for pairs in self._division[1] for name, _ in pairs]
         return replace(result, notes=(*result.notes, f"AdamW steps {', '.join(names)}")) if names else result
 
     def diagnostics(self) -> Diagnostics:
-        """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
+        """Conditions, damping, staleness and the last step, layer by layer; it waits for the device.
+
+        Where layers have owners each process tells of those that it keeps, and all of them call this together.
+        """
         return diagnostics(self.tracker, self.preconditioner, self.last)
 
     def metrics(self, *, layers: bool = False) -> dict[str, Tensor]:
@@ -412,10 +423,11 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(self._last, _PlainReport):
             return self._last
         params, velocity = self.tracker.model.params, dict(self._last.found.velocities)
+        parts = {name: local(p) for name, p in params.items()} if self._is_sharded else params
         rates = self._update(self._last.idle, self._last.rates).rates
         for names, _ in rates:
             velocity |= {name: self.state[params[name]]["momentum"] for name in names if name not in velocity}
-        return Step(displacement(rates, velocity, params), self._last.damping)
+        return Step(displacement(rates, velocity, parts), self._last.damping)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim. A forward pass that was interrupted (KeyboardInterrupt) is forgotten."""

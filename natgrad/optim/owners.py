@@ -27,6 +27,7 @@ from natgrad.geometry import Covector, Vector
 from natgrad.sharding import Exchange, Extent, Layout, is_sharded, layout, local, owners, told
 from natgrad.step.base import Rates, pairings
 from natgrad.structures.base import FALLBACK, Inverse, Operator
+from natgrad.structures.base import Layout as MetricLayout
 from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
 from natgrad.structures.layered import Basis, LayerOperator, layer_tensors
 
@@ -63,17 +64,15 @@ class LayerOwners:
         if self._team:
             return
         names = [block.names[0] for block in G.blocks]
-        costs = [float(c * (o**3 + i**3)) for c, o, i in (block.shape for block in G.blocks)]
         kept = G.tensors()
         sizes = [float(sum(t.numel() for key, t in kept.items() if key.startswith(f"{name}/"))) for name in names]
         if G.fallback is not None:
             names.append(FALLBACK)
             sizes.append(float(sum(t.numel() for t in G.fallback.tensors().values())))
-            costs.append(sizes[-1])
         for letter, side in (("Q", G.left), ("P", G.right)):
             pairs = zip(G.blocks, side, strict=True)
             self._rotations |= {f"{block.names[0]}/{letter}": tuple(t.shape) for block, t in pairs if t.ndim == 3}
-        self._team = dict(zip(names, owners(costs, self.teams, sizes=sizes), strict=True))
+        self._team = dict(zip(names, division([b.shape for b in G.blocks], sizes, self.teams), strict=True))
         home = {name: self._team[block.names[0]] for block in G.blocks for name in block.names}
         if G.fallback is not None:
             home |= dict.fromkeys(G.fallback.layout.like, self._team[FALLBACK])
@@ -282,6 +281,13 @@ class LayerOwners:
         arrived = arrival.wait()
         return Vector({name: arrived[name] for name in named}), pairing
 
+    def kept_of(self, v: Vector, kept: MetricLayout) -> Vector:
+        """A vector of which this process has a part, whole on the parameters of the layers that it keeps."""
+        assert self._ways is not None
+        named = dict(v.items())
+        whole = self._ways[0].start(named, next(iter(named.values()))).wait()
+        return Vector({name: whole[name] for name in kept.like})
+
     def pairings(self, ω: Covector, v: Vector, rates: Rates) -> list[Tensor]:
         """⟨ω, v⟩ [] of every group, of all processes."""
         mine = [([name for name in names if name in self._counted], rate) for names, rate in rates]
@@ -302,6 +308,12 @@ class LayerOwners:
         number = number.clone()
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
         return number
+
+
+def division(shapes: Sequence[tuple[int, int, int]], sizes: Sequence[float], count: int) -> list[int]:
+    """Who owns layers of these shapes [c o i], and the fallback, if there is one more size, among ``count``."""
+    costs = [float(c * (o**3 + i**3)) for c, o, i in shapes]
+    return owners([*costs, *sizes[len(costs) :]], count, sizes=sizes)
 
 
 def _buckets(units: Sequence[Unit]) -> Iterator[list[Unit]]:

@@ -16,6 +16,7 @@ from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import Damping, Relative
 from natgrad.optim.estimates import MetricTracker
 from natgrad.optim.metrics import ages
+from natgrad.optim.owners import division
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.update import like
 from natgrad.pullbacks.layer import Block
@@ -60,6 +61,64 @@ class Row:
 
 @final
 @dataclass(frozen=True)
+class Share:
+    """What falls to the process with most of it, where ``processes`` own layers: ``opt.plan(world=64).share``.
+
+    Attributes:
+        processes: How many there are.
+        bytes: Of the metric and its inverse that it keeps.
+        flops: Of Cholesky inverses of its factors, n³ each; eigenvectors take about nine times as many.
+        estimate: Bytes that it sends with an estimate.
+        step: Bytes that it sends in a step, beside what averages gradients that are divided evenly.
+    """
+
+    processes: int
+    bytes: int
+    flops: int
+    estimate: int
+    step: int
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.processes} processes one keeps {self.bytes:,} bytes at most, inverts in {self.flops:.2e} flops, "
+            f"and sends {self.estimate:,} bytes with an estimate and {self.step:,} in a step"
+        )
+
+
+def share_of(rows: Sequence[Row], world: int, element: int, of_gradient: int) -> Share | None:
+    """By the rows of a plan; None where they do not tell. Numbers of a metric have ``element`` bytes."""
+    units, others, left, shapes = list[tuple[int, ...]](), 0, 0, list[tuple[int, int, int]]()
+    for row in rows:
+        if row.cost is None:
+            return None
+        if row.rule is None or not row.factors:
+            others, left = others + row.cost.numbers, left + row.size
+            continue
+        factors = list(row.factors.items())
+        symmetric = [shape for letter, shape in factors if letter in "SA" and len(shape) == 3]
+        numbers = sum(math.prod(shape) for _, shape in factors)
+        sent = numbers - sum(c * math.comb(d, 2) for c, d, _ in symmetric)  # triangles
+        units.append((numbers, row.cost.numbers, sent, sum(c * d**3 for c, d, _ in symmetric), row.size))
+        shapes.append(row.shape)
+    if others:  # without their inverse they are half as many
+        units.append((others // 2, others, others // 2, 0, left))
+    homes = division(shapes, [float(unit[0]) for unit in units], world)
+    each = [
+        [sum(unit[k] for unit, home in zip(units, homes, strict=True) if home == r) for k in range(5)]
+        for r in range(world)
+    ]
+    sent, moved = (sum(unit[k] for unit in units) for k in (2, 4))
+    return Share(
+        world,
+        element * max(own[1] for own in each),
+        max(own[3] for own in each),
+        element * max(sent - own[2] for own in each),
+        of_gradient * max((moved - own[4] + own[4] * (world - 1)) // world for own in each),
+    )
+
+
+@final
+@dataclass(frozen=True)
 class Plan:
     """What becomes of every parameter, and the memory for it; ``print`` it before training.
 
@@ -71,12 +130,14 @@ class Plan:
         together: That of all parameters, in a structure that does not keep layers apart.
         element: The bytes of a number.
         notes: What a reader should know about damping, momentum, and parameters that are treated otherwise.
+        share: What falls to one of several processes, if that was asked for.
     """
 
     rows: tuple[Row, ...]
     together: Cost | None  # of all parameters, in a structure that does not keep layers apart
     element: int  # bytes a number
     notes: tuple[str, ...]
+    share: Share | None = None
 
     __repr__ = brief
     _repr_html_ = as_html
@@ -117,7 +178,7 @@ class Plan:
             total.append("the memory is known after the first pass")
         else:
             total.append("the memory depends on the batch, or the structure does not state it")
-        return "\n".join([*lines, ", ".join(total), *self.notes])
+        return "\n".join([*lines, ", ".join(total), *([] if self.share is None else [str(self.share)]), *self.notes])
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         title, shape = " + ".join(row.names), " × ".join(map(str, row.shape))
@@ -416,13 +477,16 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
             "there is nothing to diagnose before the first step: opt.plan() says what the optimizer is going to do"
         )
     λ, factored, δ = preconditioner.damping, preconditioner.solver.damps_factors, last.displacement
+    if (owners := tracker.world.owners) is not None:
+        δ = owners.kept_of(δ, G.layout)
     ω = G.flat(δ)
     with torch.no_grad():
         spectra = G.layer_spectra() if isinstance(G, LayerOperator) else ()
         eps = torch.finfo(G.layout.dtype).eps
         layers = [_layer(layer, λ, factored, G.power, _norm(δ, ω, layer.names), eps) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}
-        others = [tuple(n for n in block.names if n not in covered) for block in tracker.observer.blocks]
+        names = G.layout.like.keys() - covered
+        others = [tuple(n for n in block.names if n in names) for block in tracker.observer.blocks]
         still = _still(preconditioner, G) if any(others) else frozenset()
         parts = (tuple(n for n in names if (n in still) == rests) for names in others for rests in (False, True))
         layers += [

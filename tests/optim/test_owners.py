@@ -64,6 +64,10 @@ def test_a_process_keeps_and_sends_its_share(world: int, layout: str, found: Fou
         assert told["estimate and inverse"]["all_to_all_single"] == told["estimate"]["all_to_all_single"]
         assert plain <= 2 * 8 * parameters  # 8 bytes where a number has 4
         assert sum(told["step"].values()) - plain <= 64  # sums that all share
+    share, each = opt.plan(world=teams).share, [found[world, rank]["measured", layout] for rank in range(world)]
+    assert share.bytes == 8 * max(told["kept"] for told in each)  # as the plan says
+    estimates = [told["estimate"]["all_to_all_single"] - told["step"]["all_to_all_single"] for told in each]
+    assert teams < world or share.estimate == max(estimates)
 
 
 GOES_ON = [(2, "fsdp"), (2, "ddp"), (4, "fsdp"), (4, "hsdp")]
