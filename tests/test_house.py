@@ -191,7 +191,7 @@ LINES: dict[str, int] = {
     "cli": 916,
     "data": 23,
     "families": 2110,
-    "fit": 2066,
+    "fit": 2078,
     "gradients": 1207,
     "functionspace": 1306,
     "integrations": 107,

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.fit.fits import Fits, Rules
+from natgrad.fit.fits import Fits, Rules, some
 from natgrad.fit.triangle import TriangularLeastSquares
 
 _CLOSE = 0.1  # relative error of ‖Dδ‖ = radius
@@ -33,13 +33,15 @@ class Linearised:
     unit: Tensor  # ‖D‖
     least: Tensor  # the length of a step that meets xtol
     rounding: Tensor  # what the sum of squares may change by rounding
-    free: Tensor | None = None  # the unknowns that are not at a bound that the gradient pushes against [b n]
+    diagonal: TriangularLeastSquares | None  # the same as problems of one unknown, if R is singular in all fits, with V
+    V: Tensor | None
+    free: Tensor | None  # the unknowns that are not at a bound that the gradient pushes against [b n]
 
     @staticmethod
     def at(f: Tensor, J: Tensor, fits: Fits, rules: Rules) -> Linearised:
         """The model of residuals f [b m] with the Jacobian J [b m n]."""
         QR = TriangularLeastSquares.of(J, f)
-        x, free, norms = fits.x, None, QR.lengths  # of the columns of J
+        x, free, diagonal, V, norms = fits.x, None, None, None, QR.lengths  # of the columns of J
         D = fits.D.maximum(norms) if rules.D is None else rules.D
         if rules.lower is None and bool(QR.regular().all()):
             δ, fall = QR.undamped(), QR.z
@@ -49,7 +51,13 @@ class Linearised:
                 g = (QR.R.mT @ QR.z.unsqueeze(-1)).squeeze(-1)
                 free = ~(((x <= rules.lower) & (g > 0)) | ((x >= rules.upper) & (g < 0)))
                 QR = TriangularLeastSquares(QR.R * free.unsqueeze(-2), QR.z).below((~free).to(x.dtype))
-            δ = QR.shortest(D)
+            singular = ~QR.regular()
+            if bool(singular.all()):
+                diagonal, V = QR.diagonal(D)
+                δ = (V @ diagonal.undamped()).squeeze(-1) / D
+            else:
+                δ = QR.undamped()
+                δ[singular] = QR[singular].shortest(D[singular])
             fall = QR.push(δ)
         norm, size, unit, terms = torch.linalg.vector_norm(torch.stack([D * δ, D * x, D, norms * x]), dim=-1).unbind(0)
         tangent, length = torch.linalg.vector_norm(fall, dim=-1), fits.squares.sqrt()
@@ -57,7 +65,7 @@ class Linearised:
         least = rules.xtol * torch.addcmul(size, rules.xtol, unit)
         rounding = rules.noise * torch.addcmul(fits.squares, length, terms)  # of sums of terms, which residuals are
         promise, above = tangent.square(), offset > rules.gtol
-        return Linearised(D, QR, δ, norm, promise, offset, above, size, unit, least, rounding, free)
+        return Linearised(D, QR, δ, norm, promise, offset, above, size, unit, least, rounding, diagonal, V, free)
 
     def inside(self, radius: Tensor) -> Tensor:
         """Whether the minimum is in the trust region [b]."""
@@ -69,11 +77,13 @@ class Linearised:
         ``λ``: a guess.
         """
         rows = (~inside).nonzero().squeeze(-1)
-        if len(rows) == len(λ):
-            return _on_sphere(self.QR, self.D, radius, λ)
-        limited = _on_sphere(self.QR[rows], self.D[rows], radius[rows], λ[rows])
-        whole = self.δ, torch.zeros_like(λ), self.norm, self.promise
-        return tuple(t.index_copy(0, rows, some) for t, some in zip(whole, limited, strict=True))
+        if len(rows) < len(λ):
+            limited = some(self, rows).within(radius[rows], λ[rows], inside[rows])
+            whole = self.δ, torch.zeros_like(λ), self.norm, self.promise
+            return tuple(t.index_copy(0, rows, part) for t, part in zip(whole, limited, strict=True))
+        problem = self.diagonal or TriangularLeastSquares(self.QR.R / self.D.unsqueeze(-2), self.QR.z)
+        p, λ, norm, promise = _on_sphere(problem, radius, λ)
+        return (p if self.V is None else (self.V @ p).squeeze(-1)) / self.D, λ, norm, promise
 
     def in_box(self, δ: Tensor, λ: Tensor, x: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
         """δ in the box, and where it leads: what leaves the box is put on its bounds, and the rest solved for again."""
@@ -96,21 +106,21 @@ class Linearised:
         return δ, trial.clamp(rules.lower, rules.upper)
 
 
-def _on_sphere(QR: TriangularLeastSquares, D: Tensor, radius: Tensor, λ: Tensor) -> tuple[Tensor, ...]:
-    """δ(λ) = −(RᵀR + λD²)⁻¹Rᵀz with ‖Dδ‖ = radius up to a tenth, λ, from a guess or 0, ‖Dδ‖ and what it promises.
+def _on_sphere(problem: TriangularLeastSquares, radius: Tensor, λ: Tensor) -> tuple[Tensor, ...]:
+    """p(λ) = −(RᵀR + λ)⁻¹Rᵀz with ‖p‖ = radius up to a tenth, λ, from a guess or 0, ‖p‖ and what it promises.
 
-    1/‖Dδ‖ is a concave function of λ: Newton steps for 1/‖Dδ‖ = 1/radius rise to the solution from below (Moré 1978).
+    1/‖p‖ is a concave function of λ: Newton steps for 1/‖p‖ = 1/radius rise to the solution from below (Moré 1978).
     """
-    scaled = TriangularLeastSquares(QR.R / D.unsqueeze(-2), QR.z)
-    λ = torch.where(λ > 0, λ, _FIRST * torch.linalg.vector_norm(QR.z, dim=-1) / radius)
+    z = problem.z
+    λ = torch.where(λ > 0, λ, _FIRST * torch.linalg.vector_norm(z.flatten(1), dim=-1) / radius)
     for _ in range(_NEWTON):
-        damped = scaled.below(λ.sqrt().unsqueeze(-1))
+        damped = problem.below(λ.sqrt().view(-1, *(1,) * (z.ndim - 1)).expand_as(z))
         p = damped.undamped()
-        norm = torch.linalg.vector_norm(p, dim=-1)
+        norm = torch.linalg.vector_norm(p.flatten(1), dim=-1)
         off = (norm - radius) / radius
         if bool((off.abs() <= _CLOSE).all()):
             break
-        q = torch.linalg.solve_triangular(damped.R.mT, p.unsqueeze(-1), upper=False).squeeze(-1)
-        λ = torch.addcmul(λ, off, (norm / torch.linalg.vector_norm(q, dim=-1)).square()).maximum(_FALLS * λ)
+        slope = torch.linalg.vector_norm(damped.back(p).flatten(1), dim=-1)
+        λ = torch.addcmul(λ, off, (norm / slope).square()).maximum(_FALLS * λ)
     # ‖z‖² falls by this to ‖Rp + z‖² + λ‖p‖²
-    return p / D, λ, norm, torch.linalg.vecdot(damped.z, damped.z) + λ * norm.square()
+    return p, λ, norm, damped.z.square().flatten(1).sum(-1) + λ * norm.square()

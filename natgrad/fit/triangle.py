@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.temporaries import by_columns
+from natgrad.linalg import svd
 
 _SINGULAR = 256  # in units of the machine epsilon: a pivot that says nothing, of a column of length 1
 
@@ -74,16 +75,25 @@ class TriangularLeastSquares:
         regular = (pivots.sub(lengths, alpha=_SINGULAR * number.eps) > number.tiny**0.5).all(-1)
         return regular if k == n else torch.zeros_like(regular)
 
+    def back(self, p: Tensor) -> Tensor:
+        """R⁻ᵀp."""
+        return torch.linalg.solve_triangular(self.R.mT, p.unsqueeze(-1), upper=False).squeeze(-1)
+
+    def diagonal(self, D: Tensor) -> tuple[TriangularLeastSquares, Tensor]:
+        """R [* k n] = U diag(s) Vᵀ D as k problems of one unknown each, for q = VᵀDp [* k 1], and V [* n k].
+
+        q is 0 where s is rounding, so that p is the shortest of all minima. Where R is not finite, z is not.
+        """
+        R = self.R / D.unsqueeze(-2)
+        U, s, Vt = svd(R.nan_to_num(), "the Jacobian")
+        z, null = (self.z.unsqueeze(-2) @ U).squeeze(-2), s <= _SINGULAR * torch.finfo(s.dtype).eps * s[..., :1]
+        z = torch.where(null, 0.0, z) + 0 * R.sum((-2, -1)).unsqueeze(-1)
+        return TriangularLeastSquares(torch.where(null, 1.0, s)[..., None, None], z.unsqueeze(-1)), Vt.mT
+
     def shortest(self, D: Tensor) -> Tensor:
-        """p of any R [b k n]: where it is not regular, the minimum with the shortest Dp [b n]."""
-        regular = self.regular()
-        if bool(regular.all()):
-            return self.undamped()
-        rows, rounding = (~regular).nonzero().squeeze(-1), _SINGULAR * torch.finfo(self.z.dtype).eps
-        scaled, z = self.R[rows] / D[rows].unsqueeze(-2), self.z[rows].unsqueeze(-1)
-        p = -(torch.linalg.pinv(scaled.nan_to_num(), rtol=rounding) @ z).squeeze(-1) / D[rows]
-        p = p + 0 * scaled.sum((-2, -1)).unsqueeze(-1)  # what is not finite stays so
-        return p if len(rows) == len(regular) else self.undamped().index_copy(0, rows, p)
+        """Of all minima the one with the shortest Dp, also where R is singular [* n]."""
+        problems, V = self.diagonal(D)
+        return (V @ problems.undamped()).squeeze(-1) / D
 
     def push(self, p: Tensor) -> Tensor:
         """Rp [* k]."""
