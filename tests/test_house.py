@@ -202,7 +202,7 @@ LINES: dict[str, int] = {
     "operators": 0,
     "optim": 3628,
     "output": 1245,
-    "pullbacks": 4315,
+    "pullbacks": 4318,
     "rules": 1156,
     "solve": 239,
     "step": 832,

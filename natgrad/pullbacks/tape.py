@@ -635,15 +635,19 @@ class BackwardHooks:
     def finish(self, others: Mapping[int, tuple[Tensor, ...]] | None = None) -> None:
         """Consume all that has arrived, and let go of the graph; with the cotangents of all ``others``, every layer."""
         numbers = [b for b in self._left if others is not None or any(at in self._boxes for at in self._uses_of[b])]
+        self._unhook()  # those who consume may run a pass of their own
         if numbers:
             self._give(numbers, others or {})
         self.remove()
 
-    def remove(self) -> None:
-        """No longer wait for cotangents, and hold neither them nor those who wait: that would be a reference cycle."""
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def remove(self) -> None:
+        """No longer wait for cotangents, and hold neither them nor those who wait: that would be a reference cycle."""
+        self._unhook()
         self._boxes.clear()
         self._features.clear()
         self._consume = None

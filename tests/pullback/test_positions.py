@@ -324,6 +324,27 @@ def test_padding_further_leaves_the_steps_alone_where_units_are_off(preset: str)
         close(long, short, 1e-7 if preset == "Sobolev" else 1e-10)
 
 
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker(), ng.Kronecker(bias="separate")], ids=repr)
+def test_units_that_are_off_behind_a_root_of_one_column(structure: Structure) -> None:
+    """Upper layers have their factors while the pass runs, and the lowest one asks after it what the loss sees."""
+
+    each, whole, x = nn.Linear(3, 2).double(), nn.Linear(2, 1).double(), normal(9, 5, 3)
+    model = nn.Sequential(each, nn.ReLU(), nn.AvgPool2d((5, 1)), nn.Flatten(), whole)
+    z = each(x).detach().requires_grad_()
+    (g,) = torch.autograd.grad(model[1:](z).sum(), z)
+    assert bool((g == 0).all(-1).any())
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean())).tensors()
+    rows = torch.cat([x, torch.ones_like(x[..., :1])], -1).flatten(0, 1)[:, : G["0.weight/A"].shape[-1]]
+    close(G["0.weight/A"][0], rows.T @ rows / len(rows))
+    close(G["0.weight/S"][0], torch.einsum("nro,nrp->op", g, g) / len(x))
+    opt = ng.KFAC(model, nn.MSELoss(), lr=0.1)  # which draws one target an example
+    for _ in range(2):
+        opt.zero_grad()
+        F.mse_loss(model(x), normal(9, 1)).backward()
+        opt.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "relu(a) g": lambda a, g, m: torch.relu(a) * g * m,
     "g relu(a)²": lambda a, g, m: g * torch.relu(a).square() * m,
