@@ -187,6 +187,7 @@ class EigenKroneckerOperator(LayerOperator):
         G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
     """
 
+    fields: ClassVar[Mapping[str, str]] = {"S": "left", "A": "right", "D": "scales"}
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis
@@ -199,10 +200,6 @@ class EigenKroneckerOperator(LayerOperator):
     positions: tuple[int | Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
     elsewhere: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
     products: bool = field(default=False, kw_only=True)  # whether D is s ⊗ a of the eigenvalues of S and A
-
-    @property
-    def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
-        return {"S": self.left, "A": self.right, "D": self.scales}
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:

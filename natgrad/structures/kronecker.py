@@ -516,34 +516,22 @@ class KroneckerOperator(LayerOperator):
 
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """Every process inverts the factors of its share of the layers."""
-        if damping == 0 or self.power == 0:  # no process can refuse, by its share, what is rounding beside all layers
+        if self.power == 0:
             return invert(self)
         share, inverses = sharing.share(self.blocks), list[Inverse]()
 
         def inverted() -> Mapping[str, Tensor]:
-            left, right = (tuple(side[b] for b in share) for side in (self.left, self.right))
-            blocks = tuple(self.blocks[b] for b in share)
             if share:
-                owned = replace(self, blocks=blocks, left=left, right=right, fallback=None)
+                # What is rounding is so beside all layers, not beside those of the share alone.
+                owned = replace(self.only(share, fallback=False), elsewhere=self.largest_gradient)
                 inverses.append(invert(owned))
             return inverses[0].tensors() if inverses else {}
 
-        tensors = sharing.gathered(inverted)
-        if isinstance(damping, Relative):
-            tensors = self._without_rounding(tensors)
-        inverse = self.layers_from(tensors, self.fallback_inverse(damping))
+        inverse = self.layers_from(sharing.gathered(inverted), self.fallback_inverse(damping))
         assert inverse is not None
         if inverses and isinstance(inverse, ProductInverse):
             inverse.adopt_failures(inverses[0])  # a GPU tells later that a factor could not be inverted
         return inverse
-
-    def _without_rounding(self, inverses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Inverses of shares of the layers, by their names, with zero for groups that are zero beside all layers."""
-        out = dict(inverses)
-        for block, zero in zip(self.blocks, self.zero_groups, strict=True):
-            keys = {f"{block.names[0]}/{letter}" for letter in ("S", "A", "d")} & out.keys()
-            out |= {key: out[key].masked_fill(zero.view(-1, *[1] * (out[key].ndim - 1)), 0.0) for key in keys}
-        return out
 
     def layers_from(self, tensors: Mapping[str, Tensor], fallback: Inverse | None) -> Inverse | None:
         if not self._has_product_inverse(tensors):

@@ -432,7 +432,7 @@ class LayerOperator(Operator):
     """
 
     damps_per_block: ClassVar[bool] = True
-    fields: ClassVar[Mapping[str, str]] = {"S": "left", "A": "right", "D": "scales"}  # of the averaged tensors
+    fields: ClassVar[Mapping[str, str]] = {"S": "left", "A": "right"}  # of the averaged tensors, by their letters
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -493,7 +493,7 @@ class LayerOperator(Operator):
     @property
     def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
         """The tensors of which an average is taken."""
-        return {"S": self.left, "A": self.right}
+        return {letter: getattr(self, name) for letter, name in self.fields.items()}
 
     def only(self, numbers: Sequence[int], *, fallback: bool) -> Self:
         """The same metric of these layers alone, and of the fallback, or not."""
@@ -502,7 +502,7 @@ class LayerOperator(Operator):
         names |= set() if below is None else set(below.layout.like)
         like = {name: t for name, t in self.layout.like.items() if name in names}
         blocks = tuple(_moved([self.blocks[b] for b in numbers], like))
-        sides = {self.fields[letter]: tuple(side[b] for b in numbers) for letter, side in self.averaged_letters.items()}
+        sides = {name: tuple(getattr(self, name)[b] for b in numbers) for name in self.fields.values()}
         changes = {**sides, **self._basis_of(numbers), "layout": Layout(like, self.layout.dtype), "blocks": blocks}
         return replace(self, **changes, fallback=below, unseen=self.unseen & names, positions=())  # type: ignore[type-var]
 
@@ -513,8 +513,7 @@ class LayerOperator(Operator):
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """With these averages, by their names in ``averaged()``; those of the fallback are written in place."""
         names = [block.names[0] for block in self.blocks]
-        letters = self.averaged_letters
-        sides = {self.fields[letter]: tuple(tensors[f"{name}/{letter}"] for name in names) for letter in letters}
+        sides = {side: tuple(tensors[f"{name}/{letter}"] for name in names) for letter, side in self.fields.items()}
         below = None if self.fallback is None else self.fallback.averaged()
         for key, t in (below or {}).items():
             t.copy_(tensors[FALLBACK + key])
@@ -522,7 +521,7 @@ class LayerOperator(Operator):
 
     def without_tensors(self) -> Self:
         """Which layers there are, and in what basis."""
-        return replace(self, **{self.fields[letter]: () for letter in self.averaged_letters}, positions=())  # type: ignore[type-var]
+        return replace(self, **dict.fromkeys(self.fields.values(), ()), positions=())  # type: ignore[type-var]
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -618,6 +617,12 @@ class LayerOperator(Operator):
         """The damping of the fallback, whose parameters may be rounding beside the layers."""
         largest = self._largest_layer
         return damping if largest is None or not isinstance(damping, Relative) else damping.beside(largest.view(1))
+
+    @property
+    def largest_gradient(self) -> Tensor | None:
+        """The largest root mean square [] of a gradient."""
+        sizes = [size for size in (self._largest_layer, self.beside) if size is not None]
+        return torch.stack(sizes).amax() if sizes else None
 
     @property
     def _largest_layer(self) -> Tensor | None:
