@@ -10,7 +10,7 @@ are asked for, the powers come from an eigendecomposition.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -512,40 +512,38 @@ def polar(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dt
 def polar_of_wide(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """``polar`` of wide matrices [b o i], where autocast is off."""
     X = M.to(dtype)
-    small = not is_asynchronous(M.device) and X.numel() * X.shape[1] in _SINGLE
-    held = torch.float32 if small and dtype == torch.bfloat16 else dtype
-
-    def rounded(t: Tensor) -> Tensor:
-        return t.to(dtype).to(held)
-
-    X = (X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST)).to(dtype).to(held)
+    X = X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST)
     if dtype == torch.bfloat16 and X.shape[1] >= _LARGE:
         together = _TOGETHER if X.shape[2] >= _WIDE * X.shape[1] else 1
         for start in range(0, len(schedule), together):
-            X = _several(X, schedule[start : start + together], rounded)
+            X = _several(X, schedule[start : start + together])
+    elif dtype == torch.bfloat16 and X.numel() * X.shape[1] in _SINGLE and not is_asynchronous(X.device):
+        x, X, g = X, X.float(), X.new_empty(*X.shape[:2], X.shape[1])  # in single precision, and rounded in x and g
+        for a, b, c in schedule:
+            (G := torch.bmm(X, X.mT)).copy_(g.copy_(G))
+            (P := torch.baddbmm(G, G, G, beta=b, alpha=c)).copy_(g.copy_(P))
+            (X := torch.baddbmm(X, P, X, beta=a)).copy_(x.copy_(X))
     else:
-        for a, b, c in schedule:  # of the fifth degree; ``rounded`` would be as many calls of Python
-            G = torch.bmm(X, X.mT).to(dtype).to(held)
-            P = torch.baddbmm(G, G, G, beta=b, alpha=c).to(dtype).to(held)
-            X = torch.baddbmm(X, P, X, beta=a).to(dtype).to(held)
+        for a, b, c in schedule:  # of the fifth degree
+            G = torch.bmm(X, X.mT)
+            X = torch.baddbmm(X, torch.baddbmm(G, G, G, beta=b, alpha=c), X, beta=a)
     return X.to(dtype)
 
 
-def _several(X: Tensor, schedule: Sequence[Coefficients], rounded: Callable[[Tensor], Tensor]) -> Tensor:
+def _several(X: Tensor, schedule: Sequence[Coefficients]) -> Tensor:
     """X ← PX with P = a + bG + cG² and G = XXᵀ, step by step, for large X: with few copies, and few products with X.
 
     P is c(G + s)² + d, whose product needs no other matrix. Of several steps, PGP is the next G, and X is multiplied by
     the product Q of all P at the end: the others are products of small matrices [b o o]. Errors in the small
     eigenvalues of G grow by a² ≈ 12 a step, so that the next call computes G from X again.
     """
-    G, Q = rounded(torch.bmm(X, X.mT)), X.new_empty(0)
+    G, Q = torch.bmm(X, X.mT), X.new_empty(0)
     for step, (a, b, c) in enumerate(schedule, 1):
         s, last = b / (2 * c), step == len(schedule)
         H = G if last else G.clone()
         H.diagonal(dim1=1, dim2=2).add_(s)
         P = torch.baddbmm(H, H, H, beta=0.0, alpha=c)
         P.diagonal(dim1=1, dim2=2).add_(a - c * s**2)
-        P = rounded(P)
-        Q = P if step == 1 else rounded(torch.bmm(P, Q))
-        G = G if last else rounded(torch.bmm(P, rounded(torch.bmm(G, P))))
-    return rounded(torch.bmm(Q, X))
+        Q = P if step == 1 else torch.bmm(P, Q)
+        G = G if last else torch.bmm(P, torch.bmm(G, P))
+    return torch.bmm(Q, X)
