@@ -712,3 +712,29 @@ def test_fits_without_a_finite_jacobian_can_be_printed() -> None:
     fits = ng.least_squares(lambda x: torch.sqrt(x[0]) * t + x[1] - 2 * t - 1, x0, batch=True)
     assert "1 fits have a Jacobian of rank below 2" in repr(fits)
     assert fits.rank.tolist() == [1, 2]  # the column that is not finite does not count
+
+
+@pytest.mark.parametrize("m", [3, 12])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_singular_linear_problem_ends_at_its_nearest_minimum(m: int, alone: bool) -> None:
+    """In units of the columns of A, far from x0, beside regular problems, with fewer residuals than unknowns."""
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(3, m, 5, dtype=torch.float64, generator=generator)
+    A = A * torch.tensor([1, 1e3, 1e-3, 10, 1], dtype=torch.float64)
+    A[1, :, 4] = 2 * A[1, :, 0]
+    A[2, :, 3] = 0
+    y = 30 * torch.randn(3, m, dtype=torch.float64, generator=generator)
+    x0 = torch.full((3, 5), 0.1, dtype=torch.float64)
+    lengths = A.norm(dim=1)
+    D = torch.where(lengths > 0, lengths, 1.0)
+    gap = (y - (A @ x0.unsqueeze(-1)).squeeze(-1)).unsqueeze(-1)
+    nearest = x0 + (torch.linalg.pinv(A / D.unsqueeze(1)) @ gap).squeeze(-1) / D
+
+    def fun(x: Tensor, A: Tensor, y: Tensor) -> Tensor:
+        return (A @ x.unsqueeze(-1)).squeeze(-1) - y
+
+    if alone:
+        found = torch.stack([ng.least_squares(fun, x0[k], (A[k], y[k])).x for k in range(3)])
+    else:
+        found = ng.least_squares(fun, x0, (A, y), batch=True).x
+    torch.testing.assert_close(D * found, D * nearest, rtol=1e-9, atol=1e-9)
