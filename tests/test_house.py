@@ -206,7 +206,7 @@ LINES: dict[str, int] = {
     "rules": 1156,
     "solve": 239,
     "step": 832,
-    "structures": 3054,
+    "structures": 3053,
     "vi": 1291,
     "watch": 573,
 }

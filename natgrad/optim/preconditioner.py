@@ -198,7 +198,7 @@ class Preconditioner:
         The factor is inverted again in double precision, which waits for the GPU. If that fails as well, the last
         inverse is used; without one this raises.
         """
-        if not isinstance(self.inverse, ProductInverse) or not self.inverse.failed():
+        if not isinstance(self.inverse, ProductInverse) or not self.inverse.batch.failed():
             return
         self.inverse.clear_failures()
         why = self._retry_in_double(self.inverse, G)

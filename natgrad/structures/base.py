@@ -808,14 +808,12 @@ class Refresh:
 
     def metric_due(self, step: int) -> bool:
         """Whether the metric is estimated for the step number 0, 1, …"""
-        return step % self.every == 0 or (step < _EVERY_STEP and self._is_early(step))
+        return step % self.every == 0 or (self.early and step < min(_EVERY_STEP, self.inverse))
 
     def inverse_due(self, step: int) -> bool:
         """Whether a metric that has changed is inverted for the step number 0, 1, …"""
-        return step % self.inverse == 0 or (self._is_early(step) and (step + 1) & step == 0)  # a power of 2
-
-    def _is_early(self, step: int) -> bool:
-        return self.early and step < self.inverse
+        early = self.early and step < self.inverse and (step + 1) & step == 0  # a power of 2
+        return step % self.inverse == 0 or early
 
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t), or 1/t."""
