@@ -288,7 +288,7 @@ def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     >>> nonfinite([torch.ones(2), torch.tensor([torch.nan])])
     tensor(1.)
     """
-    gate = torch.zeros((), device=tensors[0].device)
+    gate = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the user's default is
     # GradScaler looks at all gradients like this, in one launch.
     for (alike,) in _of_one_dtype(tensors):
         torch._amp_foreach_non_finite_check_and_unscale_(alike, gate, torch.ones_like(gate))

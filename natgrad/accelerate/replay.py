@@ -405,7 +405,7 @@ class GraphCache(Generic[T]):
         """The graph of ``fn`` on these tensors; None, now and ever after, where it cannot be captured."""
         device = inputs[0].device
         while len(self._scalars) < count:  # in single precision, as the fused kernels that read them require
-            self._scalars.append(torch.zeros((), device=device))
+            self._scalars.append(torch.zeros((), dtype=torch.float32, device=device))
             self._values.append(0.0)
         try:
             result, replay = self._capture.capture(lambda: fn(inputs, self._scalars[:count]), device)
