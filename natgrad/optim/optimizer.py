@@ -617,7 +617,8 @@ class NaturalGradient(torch.optim.Optimizer):
         states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
         addresses = *map(Tensor.data_ptr, self._params.values()), *map(Tensor.data_ptr, states)
         options = tuple([(group["momentum"], group["weight_decay"]) for group in self.param_groups])
-        return self.preconditioner.version, options, addresses, self.parameters.outside
+        # A method is equal to another one of the same object: a rule itself may have no hash.
+        return self.rule.take, self.preconditioner.version, options, addresses, self.parameters.outside
 
     def _general_step(
         self,
