@@ -124,9 +124,9 @@ def can_read(t: Tensor) -> bool:
     return not is_asynchronous(t.device) and not in_transform()
 
 
-def replays_graphs(device: torch.device) -> bool:
-    """Whether kernels can be captured into a CUDA graph."""
-    return device.type == "cuda"
+def to_device_async(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, which is not waited for: a copy from pageable memory would."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def fake_tensors() -> FakeTensorMode:

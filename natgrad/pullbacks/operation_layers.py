@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate.autograd import pulled, without_hooks
+from natgrad.accelerate.devices import to_device_async
 from natgrad.accelerate.moments import single
 from natgrad.model import Model
 from natgrad.pullbacks.batch_axis import size_pattern
@@ -241,7 +242,7 @@ def _into(t: Tensor, at: Tensor | None, size: int, axis: int) -> Tensor:
         return t
     shape = list(t.shape)
     shape[axis] = size
-    return t.new_zeros(shape).index_copy(axis, at.to(t.device), t)
+    return t.new_zeros(shape).index_copy(axis, to_device_async(at, t.device), t)
 
 
 @dataclass(frozen=True)
@@ -405,7 +406,7 @@ class EntriesRule(OperationRule):
         for axis in axes:
             at = (at[..., None, :] + axis - first) if at.ndim > 1 else (at[None, :] + axis - first)
         steps = torch.tensor([prod(leaf.shape[d + 1 :]) for d in range(leaf.ndim)], dtype=torch.long)
-        flat = (at * steps).sum(-1).reshape(-1).to(t.device)
+        flat = to_device_async((at * steps).sum(-1).reshape(-1), t.device)
         out = t.new_zeros(*t.shape[:2], leaf.numel())
         return Entries(out.index_add_(2, flat, t.reshape(*t.shape[:2], -1)).unsqueeze(2))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from natgrad.accelerate.autograd import version_of
-from natgrad.accelerate.devices import device_bytes, fake_tensors, full_precision, is_asynchronous, replays_graphs
+from natgrad.accelerate.devices import device_bytes, fake_tensors, full_precision, is_asynchronous
 from natgrad.accelerate.replay import GraphCache
 from natgrad.accelerate.temporaries import CHUNK_BYTES, STAYS_IN_CPU_CACHE
 from natgrad.errors import IncompatibleError, MemoryBoundError, NatgradError, NonFiniteError
@@ -867,7 +867,7 @@ class Observer:
             record_again=lambda: self._layers(self._recorded(batch.x)).tape,
             operations=self.cache.operations,
             logger=self.logger,
-            graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
+            graph_cache=self.cache.graphs if is_asynchronous(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
 
