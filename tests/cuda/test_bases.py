@@ -11,7 +11,11 @@ from tests.cuda.waiting import no_waiting
 
 @pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize(
-    ("d", "condition", "rank"), [(1, 1.0, 1), (30, 1e3, 30), (250, 1e8, 250), (1000, 1e8, 1000), (784, 1e3, 20)]
+    ("d", "condition", "rank"),
+    [
+        *((1, 1.0, 1), (30, 1e3, 30), (250, 1e8, 250)),
+        *(pytest.param(*large, marks=pytest.mark.gpu("slow")) for large in ((1000, 1e8, 1000), (784, 1e3, 20))),
+    ],
 )
 def test_columns_are_a_factorisation_up_to_rounding(d: int, condition: float, rank: int, near: bool) -> None:
     F, Q = problem(d, condition, rank, near)

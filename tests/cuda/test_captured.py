@@ -17,6 +17,7 @@ from tests.experiments.test_cifar import images
 from tests.experiments.tiny import SETUP
 
 
+@pytest.mark.gpu("torch.compile")
 @pytest.mark.parametrize(
     "arm",
     [

@@ -7,8 +7,6 @@ import natgrad as ng
 from natgrad.structures.base import Structure
 from tests.fit.problems import boundary, edges, grid, network, solution
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def moved(device: str, structure: Structure, sizes: tuple[int, ...]) -> torch.Tensor:
     net = network(*sizes).to(device)

@@ -15,7 +15,18 @@ from natgrad.accelerate.inverses import inverse as by_cholesky
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
 from natgrad.structures.kronecker import ProductInverse, retry
+from tests.cuda.emulator import EMULATED
 from tests.cuda.waiting import no_waiting
+
+
+@pytest.fixture(autouse=True)
+def widths(monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """Stacks, matrices that are alone, and one that is too large to be recorded; small ones where no GPU is fast."""
+    if not EMULATED:
+        return 20, 30, 30, 30, 900, 2100, 3
+    for name, rows in (("_BATCHED", (64, 64)), ("_LARGE", 100), ("_CAPTURED", 150)):
+        monkeypatch.setattr(inverting, name, rows)
+    return 20, 30, 30, 30, 90, 160, 3
 
 
 def estimated(*widths: int) -> KroneckerOperator:
@@ -27,9 +38,8 @@ def estimated(*widths: int) -> KroneckerOperator:
     return G
 
 
-def test_recorded_inverses_follow_their_factors_and_the_damping() -> None:
-    """The widths: stacks, matrices that are alone, and one that is too large to be recorded."""
-    G = estimated(20, 30, 30, 30, 900, 2100, 3)
+def test_recorded_inverses_follow_their_factors_and_the_damping(widths: tuple[int, ...]) -> None:
+    G = estimated(*widths)
     solver = ng.Factored()
     inverse = solver.init(G, 0.1)
     factors: list[Tensor] = [*G.left, *G.right]
@@ -49,8 +59,8 @@ def test_recorded_inverses_follow_their_factors_and_the_damping() -> None:
 
 
 @pytest.mark.parametrize("power", [0.5, 0.7, 0.75, 1.0])
-def test_recorded_powers_are_those_of_the_eigenvalues_of_the_cpu(power: float) -> None:
-    G = replace(estimated(20, 30, 30, 30, 900, 2100, 3), power=power)
+def test_recorded_powers_are_those_of_the_eigenvalues_of_the_cpu(power: float, widths: tuple[int, ...]) -> None:
+    G = replace(estimated(*widths), power=power)
     solver, factors = ng.Factored(), [*G.left, *G.right]
     inverse = solver.init(G, ng.Relative(0.1))
     for turn in range(4):
@@ -72,7 +82,7 @@ def test_recorded_powers_are_those_of_the_eigenvalues_of_the_cpu(power: float) -
 
 
 def test_a_factor_that_fails_in_a_recording_is_heard_of_and_keeps_its_inverse() -> None:
-    G = estimated(20, 30, 30, 900, 3)
+    G = estimated(20, 30, 30, 90 if EMULATED else 900, 3)
     solver = ng.Factored()
     inverse = solver.init(G, 0.1)
     assert isinstance(inverse, ProductInverse)

@@ -110,7 +110,7 @@ class _Loop:
         return torch.cat([p.detach().flatten().cpu() for p in self.model.parameters()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.gpu("slow"))])
 @pytest.mark.parametrize("every", [(1, 1), (1, 4), (2, 6), (5, 5), (100, 100)])
 def test_steps_are_those_of_the_cpu(every: tuple[int, int], dtype: torch.dtype) -> None:
     """In single precision they are captured; clip, momentum and move are one pass, and layers are not packed."""
@@ -236,6 +236,20 @@ def test_a_recorded_step_waits_for_nothing() -> None:
         loop.go(20)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variant", ["adamw", "gradients"])
+def test_the_precision_of_new_tensors_is_no_concern_of_a_step(variant: str, dtype: torch.dtype) -> None:
+    """Flags, rates and counts are in single precision, as the fused kernels want them."""
+    loop, other = (_Loop("cuda", dtype, **_VARIANTS[variant]) for _ in range(2))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = loop.run(8)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, other.run(8))
+
+
 @pytest.mark.parametrize("make", [ng.KFAC, ng.Natural, ng.Shampoo], ids=lambda make: make.__name__)
 def test_numbers_for_a_logger_wait_for_nothing(make: Any) -> None:
     model, loss = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).cuda(), nn.CrossEntropyLoss()
@@ -260,7 +274,7 @@ def test_numbers_for_a_logger_wait_for_nothing(make: Any) -> None:
     assert rows[-1][0] == pytest.approx({name: float(value) for name, value in found.items()})
 
 
-@pytest.mark.parametrize("every", [(1, 3), (2, 4)])
+@pytest.mark.parametrize("every", [pytest.param((1, 3), marks=pytest.mark.gpu("slow")), (2, 4)])
 def test_recorded_sobolev_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
     options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
     here, there = (_Loop(device, make=ng.SobolevKFAC, lengthscale=4.0, **options).run(25) for device in ("cpu", "cuda"))

@@ -10,6 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import natgrad as ng
 from tests.pulled import close, covered
 
+pytestmark = pytest.mark.gpu("cuDNN")
+
 
 class Sequences(nn.Module):
     """A recurrence above a Linear layer, on packed sequences or on padded ones."""

@@ -14,6 +14,8 @@ from natgrad.accelerate.roots import NOISE, Precision, inverse_powers, products_
 from tests.accelerate.test_roots import exact, spiked, spread, symmetric
 from tests.cuda.waiting import no_waiting
 
+pytestmark = pytest.mark.gpu("the rounding of tensor cores")
+
 
 @pytest.fixture(params=["highest", "medium"], autouse=True)
 def allowed(request: pytest.FixtureRequest) -> Iterator[None]:
