@@ -187,7 +187,7 @@ def test_an_import_loads_no_compiler() -> None:
 # Lines of code by package: no docstrings, comments, imports, blank lines. An entry is lowered when its package shrinks.
 # Who raises one says in the commit which measurement pays for it, and what was deleted instead (CONTRIBUTING.md).
 LINES: dict[str, int] = {
-    "accelerate": 2626,
+    "accelerate": 2630,
     "cli": 916,
     "data": 23,
     "families": 2110,
@@ -200,7 +200,7 @@ LINES: dict[str, int] = {
     "mirror": 1062,
     "natgrad": 2955,
     "operators": 0,
-    "optim": 3628,
+    "optim": 3633,
     "output": 1245,
     "pullbacks": 4318,
     "rules": 1156,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,21 +169,25 @@ def _groups_in(modules: Iterable[nn.Module]) -> list[Any]:
 _SETTINGS = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
 
 
-def gather(modules: Iterable[nn.Module]) -> None:
+def gather(modules: Iterable[nn.Module]) -> list[Any]:
     """Gather the parameters that ``fully_shard`` divides, until the next backward pass; all processes call this."""
-    for group in _groups_in(modules):
+    inside = list(modules)
+    for module in inside:  # as its first pass would: a module before those in it
+        if hasattr(module, "_get_fsdp_state"):
+            cast(Any, module)._get_fsdp_state()._lazy_init()
+    groups = _groups_in(inside)
+    for group in groups:
         group.unshard()
         group.wait_for_unshard()
+    return groups
 
 
 @contextmanager
 def without_exchange(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, passes with gathered parameters give and take nothing, however many of them a process makes."""
-    groups = _groups_in(modules)
+    groups = gather(modules)  # where a backward pass came between
     before = [{name: getattr(group, name) for name in _SETTINGS} for group in groups]
     for group in groups:
-        group.unshard()  # where a backward pass came between
-        group.wait_for_unshard()
         vars(group).update(_SETTINGS)
     try:
         yield

@@ -15,7 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast, final
 
@@ -183,6 +183,10 @@ class MetricTracker:
         module = self.model.module
         assert module is not None
         return module
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, passes of the library exchange nothing with other processes, which may make more or fewer of them."""
+        return without_exchange(self.module.modules()) if self.model.is_sharded else nullcontext()
 
     @property
     def due(self) -> bool:
@@ -773,8 +777,7 @@ class PassSource(Source):
         with AtStep(self.tracker), ExitStack() as paused:
             for watcher in self.watchers:
                 paused.enter_context(watcher.paused())
-            if self.tracker.model.is_sharded:
-                paused.enter_context(without_exchange(self.tracker.module.modules()))
+            paused.enter_context(self.tracker.alone())
             try:
                 pb = self._assemble(batch, tape, observer)
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
@@ -1084,7 +1087,7 @@ class OutputSource(PassSource):
             tracker.model.check_separable()
         for watcher in self.watchers:
             watcher.gradients({}, whole=False, due=tracker.due)
-        with AtStep(tracker):
+        with AtStep(tracker), tracker.alone():
             self._add(self._observed(Batch(tracker.model, x, target)))
         self._refreshed = True
 

@@ -18,6 +18,7 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.fused import Flag
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative, is_number
+from natgrad.optim.distributed import Processes
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.sharding import is_sharded, local
 from natgrad.step.base import PlainRule, Rates, Step, StepRule, pairings, rescale_, squared_length
@@ -456,7 +457,7 @@ def plain_step(
         scale = None
     indicators = {**(indicators or v), **beside}
     if asynchronous and on_steps and _can_fuse(v, update):
-        flag.look(indicators)
+        _look(indicators, flag, world)
         _fused_update(v, scale, update, flag)
         return PlainStep({}, *found)
     if pairing is not None and not asynchronous and not math.isfinite(float(pairing)):
@@ -471,7 +472,7 @@ def plain_step(
         world.together(partial(flag.check, moving, "the step"))
     elif asynchronous:
         half = any(t.dtype is torch.float16 for t in moving.values())
-        flag.look(indicators if rule.bounded and not on_steps and not half else {**indicators, **moving})
+        _look(indicators if rule.bounded and not on_steps and not half else {**indicators, **moving}, flag, world)
     for group in update.groups:
         velocity = [velocities[name] for name in group.names]
         fused.descend_(group.params, velocity, group.rate, decay=group.weight_decay, gate=flag.value)
@@ -479,6 +480,13 @@ def plain_step(
             group.remember(velocity if on_steps else [entering[name] for name in group.names], flag.value)
     without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
     return PlainStep({name: velocities[name] for group in without_velocity for name in group.names}, *found)
+
+
+def _look(tensors: Mapping[str, Tensor], flag: Flag, world: Processes) -> None:
+    """Set the flag on the device, in all processes if they have parts of the parameters."""
+    flag.look(tensors)
+    if world.owners is not None and flag.value is not None:
+        flag.value = world.owners.largest(flag.value)
 
 
 def _direction(

@@ -267,12 +267,14 @@ def faults(layout: str, rank: int) -> dict[Any, Any]:
     opt, other = make("small", model, layout), make("small", twin, layout)
     for each, its in ((model, opt), (twin, other)):
         train(each, its, range(2), pieces("small", 2, rank))
-    for what in ("input", "empty", "gradient"):
+    for what in ("input", "empty", "gradient", "refresh"):
         before = {key: whole(t) for key, t in flat(opt.state_dict()).items()}, _places(model)
         opt.zero_grad()
         fails = rank == 1
         x = torch.randint(13, (3, 6)).to(D)
         x = x[:0] if fails and what == "empty" else x * torch.nan if fails and what == "input" else x
+        if what == "refresh":
+            opt.refresh(x * torch.nan if fails else x)
         (model(x).sum() * 0 if what == "gradient" else model(x).sum()).backward()
         if fails and what == "gradient":
             next(t for p in model.parameters() if (t := local(p.grad)).numel()).fill_(torch.nan)

@@ -98,16 +98,17 @@ def test_a_checkpoint_of_two_processes_is_that_of_one(layout: str, name: str, fo
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_what_fails_in_one_process_is_raised_by_all_and_changes_nothing(layout: str, found: Found) -> None:
     first, second = (found[2, rank]["faults", layout] for rank in range(2))
-    assert second["input"].startswith("NonFiniteError: at step 2: the outputs are not finite")
+    for what in ("input", "refresh"):
+        assert second[what].startswith("NonFiniteError: at step 2: the outputs are not finite")
     assert second["empty"].startswith("ValueError: the batch is empty")
-    for what in ("input", "empty"):
+    for what in ("input", "empty", "refresh"):
         assert re.match("[A-Za-z]*Error: in process 1: ", first[what]), first[what]
     assert sum("SingularMetricError: in process" in each["singular"] for each in (first, second)) == 1
     for each in (first, second):
         assert "NonFiniteError: at step 2: " in each["gradient"]
         assert "SingularMetricError: " in each["singular"]
         assert "the factor A of first.weight + first.bias" in each["singular"]
-        assert all(each[what, "same"] for what in ("input", "empty", "gradient", "singular"))
+        assert all(each[what, "same"] for what in ("input", "empty", "refresh", "gradient", "singular"))
         assert torch.equal(*each["end"])  # the steps after it are those of a run without
 
 
