@@ -206,7 +206,7 @@ LINES: dict[str, int] = {
     "rules": 1156,
     "solve": 239,
     "step": 832,
-    "structures": 3053,
+    "structures": 3055,
     "vi": 1291,
     "watch": 573,
 }

@@ -107,6 +107,8 @@ class MatrixOperator(Operator):
     def _cholesky(self, damping: Damping) -> CholeskyInverse:
         """(G_b + λ)⁻¹ of every block, whatever the power."""
         shifts, largest = _shifts(self.matrices, damping), _largest(self.matrices)
+        if isinstance(damping, Relative) and damping.largest is not None:
+            largest = largest.maximum(damping.largest)
         batches = _batched(self.indices, self.matrices)
         triangles = [cholesky(m, _of_blocks(shifts, b), self.title(b), largest) for b, _, m in batches]
         return CholeskyInverse(self.layout, tuple(index for _, index, _ in batches), tuple(triangles))

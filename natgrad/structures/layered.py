@@ -575,7 +575,7 @@ class LayerOperator(Operator):
                 total = total + values.clamp(min=damping).log().sum()
         if damping == 0:
             self.refuse_rounding()
-        return total if self.fallback is None else total + self.fallback._logdet(damping)
+        return total if self.fallback is None else total + self.fallback._logdet(self._beside_layers(damping))
 
     def refuse_singular(self, block: Block, damped: Tensor, damping: Damping) -> None:
         """Raise, by the name of its layer, if one of the eigenvalues [c o i] of G + λ is zero up to rounding."""

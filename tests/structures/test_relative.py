@@ -270,6 +270,8 @@ def test_a_pseudo_inverse_has_nothing_of_a_fallback_that_is_rounding(
     assert 0 < float(ω["angle"].abs().max()) < 1e-14
     v = ng.sharp(G, ω, ng.Pinv(), damping)
     assert not v["angle"].any()
+    with pytest.raises(SingularMetricError, match="is singular"):
+        G.logdet(damping)
     alone = nn.Sequential(model.layer)
     G = kind(power=power).estimate(ng.pullback(alone, x, ng.Empirical(F.cross_entropy), target=t))
     expected = ng.sharp(G, ng.differential(alone, F.cross_entropy(alone(x), t)), ng.Pinv(), damping)
