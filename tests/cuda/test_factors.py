@@ -361,7 +361,7 @@ def _slow(names: Iterable[str], *quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.gpu("slow")) for name in names]
 
 
-@pytest.mark.parametrize("name", _slow(CASES, "mlp", "attention", "time first", "tied"))
+@pytest.mark.parametrize("name", _slow(CASES, "mlp", "time first", "tied"))
 def test_factors_of_changing_sizes_are_those_of_each_batch_on_the_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,7 +389,7 @@ def test_factors_of_changing_sizes_are_those_of_each_batch_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "name", _slow(["mlp", "sequences", "convolutions", "channels last", "attention"], "attention", "channels last")
+    "name", _slow(["mlp", "sequences", "convolutions", "channels last", "attention"], "mlp", "convolutions")
 )
 def test_factors_of_tensors_that_wander_are_those_of_each_batch_on_the_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch

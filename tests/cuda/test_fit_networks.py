@@ -22,7 +22,11 @@ def moved(device: str, structure: Structure, sizes: tuple[int, ...]) -> torch.Te
 
 
 @pytest.mark.parametrize("sizes", [(2, 9, 1), (2, 24, 24, 1)])
-@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Dense(), ng.Implicit(), ng.Kronecker()], ids=repr)
+@pytest.mark.parametrize(
+    "structure",
+    [ng.Kernel(), ng.Dense(), pytest.param(ng.Implicit(), marks=pytest.mark.gpu("slow")), ng.Kronecker()],
+    ids=repr,
+)
 def test_steps_are_those_of_the_cpu(structure: Structure, sizes: tuple[int, ...]) -> None:
     here, there = (moved(device, structure, sizes) for device in ("cpu", "cuda"))
     assert (here - there).norm() < 1e-5 * here.norm()

@@ -111,7 +111,10 @@ class _Loop:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.gpu("slow"))])
-@pytest.mark.parametrize("every", [(1, 1), (1, 4), (2, 6), (5, 5), (100, 100)])
+@pytest.mark.parametrize(
+    "every",
+    [*((1, 4), (2, 6)), *(pytest.param(e, marks=pytest.mark.gpu("slow")) for e in ((1, 1), (5, 5), (100, 100)))],
+)
 def test_steps_are_those_of_the_cpu(every: tuple[int, int], dtype: torch.dtype) -> None:
     """In single precision they are captured; clip, momentum and move are one pass, and layers are not packed."""
     options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
