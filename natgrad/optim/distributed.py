@@ -12,6 +12,7 @@ of them can be loaded with any number of processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, cast, final
 
 import torch
@@ -24,10 +25,11 @@ from natgrad.accelerate.modules import active_ddp, in_join
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.linalg import Damping, Relative
 from natgrad.optim.owners import LayerOwners
-from natgrad.pullbacks.layer import Block
-from natgrad.sharding import group_of, is_sharded, owners
+from natgrad.sharding import group_of, is_sharded
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
+from natgrad.structures.kronecker import ProductInverse
 from natgrad.structures.layered import LayerOperator
 
 T = TypeVar("T")
@@ -114,17 +116,20 @@ class Group(Processes):
         self,
         group: dist.ProcessGroup,
         ddp: DistributedDataParallel | None,
-        device: torch.device,
+        params: Mapping[str, Tensor],
         owners: LayerOwners | None,
     ) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.owners: LayerOwners | None = owners
-        self._group, self._device, self._ddp = group, device, ddp
+        self._group, self._ddp, self._params = group, ddp, params
+        self._device = next(iter(params.values())).device
+        self._divided: tuple[list[tuple[str, ...]], LayerOwners] | None = None
 
     def together(self, function: Callable[[], T]) -> T:
-        if self.owners is None:
-            return function()
+        return function() if self.owners is None else self._together(function)
+
+    def _together(self, function: Callable[[], T]) -> T:
         problem, result = None, None
         try:
             result = function()
@@ -209,26 +214,6 @@ class Group(Processes):
                 out[at] = mean.view(values[at].shape)
         return out
 
-    def gathered(self, compute: Callable[[], Tensors]) -> dict[str, Tensor]:
-        """The tensors that all processes computed. An error of one is raised by all."""
-        tensors: Tensors = {}
-        problem: NatgradError | None = None
-        try:
-            tensors = compute()
-        except NatgradError as error:
-            problem = error
-        union: dict[str, Tensor] = {}
-        for their_problem, theirs in self._exchanged(tensors, problem):
-            problem = problem or their_problem
-            union.update(theirs)
-        their_problem = None
-        try:
-            if problem is not None:
-                raise problem
-        finally:
-            del problem  # as in ``raise_together``
-        return union
-
     def inverse(
         self, solver: Solver, G: Operator, damping: Damping, *, last: Inverse | None = None, warm: Tensors | None = None
     ) -> Inverse:
@@ -238,24 +223,35 @@ class Group(Processes):
             return super().inverse(solver, G, damping, last=last, warm=warm)
         if isinstance(G, LayerOperator) and G.inverts_at_once and last is not None:  # all processes have the same G
             return solver.again(last, G, damping)
-        start = warm if last is None else last.tensors()
-
-        def invert(share: Operator) -> Inverse:
-            return solver.init(share, damping, start)
-
-        return (
-            G.shared_inverse(invert, self, damping) if isinstance(G, LayerOperator) and solver.by_layer else invert(G)
-        )
+        start = (warm or {}) if last is None else last.tensors()
+        if not isinstance(G, LayerOperator) or not solver.by_layer or damping == 0 or G.power == 0:
+            return solver.init(G, damping, start)
+        division = self._division_of(G)
+        # What is rounding is so beside all layers, not beside those of the share alone.
+        mine = replace(division.part(G, fallback=False), elsewhere=G.largest_gradient)  # type: ignore[type-var]
+        own = self._together(lambda: solver.init(mine, damping, division.named(start, mine)))
+        inverse = G.layers_from(division.collected(own.tensors()), G.fallback_inverse(damping))
+        assert inverse is not None
+        if isinstance(inverse, ProductInverse):
+            inverse.adopt_failures(own)  # a GPU tells later that a factor could not be inverted
+        return inverse
 
     def with_new_basis(self, G: Operator) -> Operator:
         if self.owners is not None:
             return self.owners.with_new_basis(cast(LayerOperator, G))
-        return G.with_new_basis(self) if isinstance(G, LayerOperator) else G
+        if not isinstance(G, EigenKroneckerOperator):
+            return super().with_new_basis(G)
+        division = self._division_of(G)
+        mine = self._together(division.part(G, fallback=False).with_new_basis)
+        return G.with_new_basis(division.bases(cast(EigenKroneckerOperator, mine), G.blocks))
 
-    def share(self, blocks: Sequence[Block]) -> list[int]:
-        """The layers that this process inverts."""
-        costs = [float(c * (o**3 + i**3)) for c, o, i in (block.shape for block in blocks)]
-        return [b for b, owner in enumerate(owners(costs, self.size)) if owner == self.rank]
+    def _division_of(self, G: LayerOperator) -> LayerOwners:
+        """Who computes what is expensive, where every process keeps the whole metric."""
+        names = [block.names for block in G.blocks]
+        if self._divided is None or self._divided[0] != names:
+            self._divided = names, LayerOwners(self._params, self._group, 1 / self.size)
+            self._divided[1].assign(G)
+        return self._divided[1]
 
     def _exchanged(self, tensors: Tensors, note: Any) -> list[tuple[Any, dict[str, Tensor]]]:
         """The tensors of every process, with a note of its own."""
@@ -291,7 +287,6 @@ def processes_of(
     the steps of a process beside gradients, if there is such a thing. ``share``: of the processes, the part that keeps
     a layer; None where all of them keep the whole metric.
     """
-    device = next(iter(params.values())).device
     if meshes := {cast(Any, p).device_mesh for p in params.values() if is_sharded(p)}:
         if len(meshes) > 1 or not all(map(is_sharded, params.values())):
             raise IncompatibleError(
@@ -306,10 +301,10 @@ def processes_of(
                 "fully_shard alone, or an optimizer of gradients alone (ng.Natural, ng.Muon, ng.Shampoo, ng.SOAP)"
             )
         group = group_of(meshes.pop())
-        return _group(group, None, params, device, share)
+        return _group(group, None, params, share)
     for module in wrapping:
         if isinstance(module, DistributedDataParallel):
-            return _group(module.process_group, module, params, device, share)
+            return _group(module.process_group, module, params, share)
     world = Processes() if cause is None else Alone(cause)
     world.check()
     return world
@@ -319,13 +314,12 @@ def _group(
     group: dist.ProcessGroup,
     ddp: DistributedDataParallel | None,
     params: Mapping[str, Tensor],
-    device: torch.device,
     share: float | None,
 ) -> Processes:
     size = dist.get_world_size(group)
     if size == 1:
         return Processes()
-    return Group(group, ddp, device, None if share is None else LayerOwners(params, group, max(share, 1 / size)))
+    return Group(group, ddp, params, None if share is None else LayerOwners(params, group, max(share, 1 / size)))
 
 
 def _described(problem: Exception) -> NatgradError:

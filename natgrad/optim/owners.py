@@ -24,6 +24,7 @@ from torch import Tensor
 from natgrad.accelerate.temporaries import CHUNK_BYTES
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector
+from natgrad.pullbacks.layer import Block
 from natgrad.sharding import Exchange, Extent, Layout, is_sharded, layout, local, owners, told
 from natgrad.step.base import Rates, pairings
 from natgrad.structures.base import FALLBACK, Inverse, Operator
@@ -89,8 +90,11 @@ class LayerOwners:
 
     def kept(self, G: LayerOperator) -> LayerOperator:
         """What this process keeps of a metric of all layers."""
-        numbers = [b for b, block in enumerate(G.blocks) if self._is_mine(block.names[0])]
-        return G.only(numbers, fallback=G.fallback is not None and self._is_mine(FALLBACK))
+        return self.part(G, fallback=G.fallback is not None and self._is_mine(FALLBACK))
+
+    def part(self, G: LayerOperator, *, fallback: bool) -> LayerOperator:
+        """The layers of this process, with the fallback or without."""
+        return G.only([b for b, block in enumerate(G.blocks) if self._is_mine(block.names[0])], fallback=fallback)
 
     # Estimates.
 
@@ -197,17 +201,19 @@ class LayerOwners:
         layers = self.all_layers
         assert isinstance(layers, EigenKroneckerOperator)
         assert isinstance(kept, EigenKroneckerOperator)
-        have = {}
-        for key, shape in self._rotations.items():
-            extent = Extent.whole(shape)
-            have[key] = dict.fromkeys(self._ranks(self._team_of(key)), extent)
-        want = {key: dict.fromkeys(range(self._size), Extent.whole(self._rotations[key])) for key in have}
-        mine = layer_tensors(kept.blocks, {"Q": kept.basis.left, "P": kept.basis.right})
-        like = torch.empty(0, dtype=kept.layout.dtype, device=layers.device)
-        tensors = Exchange(have, want, self._group).start(mine, like).wait()
-        left, right = (tuple(tensors.get(f"{b.names[0]}/{letter}") for b in layers.blocks) for letter in "QP")
-        self._bases, self._renewed = (Basis(left, right), kept.basis), False
+        self._bases, self._renewed = (self.bases(kept, layers.blocks), kept.basis), False
         self.layers = replace(layers, basis=self._bases[0])
+
+    def bases(self, kept: EigenKroneckerOperator, blocks: Sequence[Block]) -> Basis:
+        """The bases of all layers, from those that every process has; all of them call this together."""
+        wholes = {key: Extent.whole(shape) for key, shape in self._rotations.items()}
+        have = {key: dict.fromkeys(self._ranks(self._team_of(key)), extent) for key, extent in wholes.items()}
+        want = {key: dict.fromkeys(range(self._size), extent) for key, extent in wholes.items()}
+        mine = layer_tensors(kept.blocks, {"Q": kept.basis.left, "P": kept.basis.right})
+        like = torch.empty(0, dtype=kept.layout.dtype, device=self._device)
+        tensors = Exchange(have, want, self._group).start(mine, like).wait()
+        left, right = (tuple(tensors.get(f"{b.names[0]}/{letter}") for b in blocks) for letter in "QP")
+        return Basis(left, right)
 
     # Checkpoints: what owners keep is divided as the parameters are or, with ``DistributedDataParallel``, everywhere.
 
@@ -299,8 +305,8 @@ class LayerOwners:
 
     def beside(self, kept: LayerOperator) -> LayerOperator:
         """The kept layers with the size of the largest gradient of all, beside which others are rounding."""
-        sizes = [*kept.gradient_sizes, *([] if kept.beside is None else [kept.beside.view(1)])]
-        here = torch.cat(sizes).amax() if sizes else torch.zeros((), dtype=kept.layout.dtype, device=self._device)
+        here = kept.largest_gradient
+        here = torch.zeros((), dtype=kept.layout.dtype, device=self._device) if here is None else here
         return replace(kept, elsewhere=self.largest(here))  # type: ignore[type-var]  # a dataclass
 
     def largest(self, number: Tensor) -> Tensor:

@@ -30,8 +30,6 @@ from natgrad.structures.layered import (
     LayerOperator,
     LayerSplit,
     Rotation,
-    WorkSharing,
-    layer_tensors,
     packed_alike,
     rotate,
     rotate_back,
@@ -261,24 +259,12 @@ class EigenKroneckerOperator(LayerOperator):
         old = there.basis.change_basis(self.scales, self.basis)
         return replace(mean, basis=there.basis, scales=self.layers_lerp(there, old, there.scales, weight))
 
-    def with_new_basis(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
-        """In the eigenvectors of S and A as they are now, with D carried there."""
-        basis = Basis.of(self.left, self.right) if sharing is None else self._shared_basis(sharing)
+    def with_new_basis(self, basis: Basis | None = None) -> EigenKroneckerOperator:
+        """In the eigenvectors of S and A as they are now, which may be known, with D carried there."""
+        basis = Basis.of(self.left, self.right) if basis is None else basis
         below = self.fallback
         fallback = below.with_new_basis() if isinstance(below, LayerOperator) else below
         return replace(self, basis=basis, scales=basis.change_basis(self.scales, self.basis), fallback=fallback)
-
-    def _shared_basis(self, sharing: WorkSharing) -> Basis:
-        """The eigenvectors of S and A, every process those of its layers."""
-        names, share = [block.names[0] for block in self.blocks], sharing.share(self.blocks)
-
-        def decompose() -> dict[str, Tensor]:
-            basis = Basis.of([self.left[b] for b in share], [self.right[b] for b in share])
-            return layer_tensors([self.blocks[b] for b in share], {"Q": basis.left, "P": basis.right})
-
-        tensors = sharing.gathered(decompose)
-        q, p = (tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP")
-        return Basis(q, p)
 
     def _inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p = Q (QᵀWP / (D + λ)^p) Pᵀ, exactly, and with nothing to be factored."""

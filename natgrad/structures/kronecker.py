@@ -79,7 +79,6 @@ from natgrad.structures.layered import (
     LayerInverse,
     LayerOperator,
     LayerSplit,
-    WorkSharing,
     eigenvalues,
     factor_power,
     join_columns,
@@ -513,25 +512,6 @@ class KroneckerOperator(LayerOperator):
     @property
     def inverts_at_once(self) -> bool:
         return not any(map(is_dense, (*self.left, *self.right)))
-
-    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
-        """Every process inverts the factors of its share of the layers."""
-        if self.power == 0:
-            return invert(self)
-        share, inverses = sharing.share(self.blocks), list[Inverse]()
-
-        def inverted() -> Mapping[str, Tensor]:
-            if share:
-                # What is rounding is so beside all layers, not beside those of the share alone.
-                owned = replace(self.only(share, fallback=False), elsewhere=self.largest_gradient)
-                inverses.append(invert(owned))
-            return inverses[0].tensors() if inverses else {}
-
-        inverse = self.layers_from(sharing.gathered(inverted), self.fallback_inverse(damping))
-        assert inverse is not None
-        if inverses and isinstance(inverse, ProductInverse):
-            inverse.adopt_failures(inverses[0])  # a GPU tells later that a factor could not be inverted
-        return inverse
 
     def layers_from(self, tensors: Mapping[str, Tensor], fallback: Inverse | None) -> Inverse | None:
         if not self._has_product_inverse(tensors):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, cast, final
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -401,16 +401,6 @@ def _moved(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]
 # The operator.
 
 
-class WorkSharing(Protocol):
-    """Processes that divide expensive work by layers."""
-
-    def share(self, blocks: Sequence[Block]) -> list[int]:
-        """The numbers of the layers that this process works on."""
-
-    def gathered(self, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors that all processes computed; an error of one is raised by all."""
-
-
 @final
 @dataclass(frozen=True)
 class LayerSpectrum:
@@ -601,11 +591,7 @@ class LayerOperator(Operator):
         """Whether an inverse takes less time than to send it to another process, and cannot fail."""
         return False
 
-    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
-        """``invert(self)``, divided over processes by layers where these are inverted one by one."""
-        return invert(self)
-
-    def with_new_basis(self, sharing: WorkSharing | None = None) -> Operator:
+    def with_new_basis(self) -> Operator:
         """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
         return self
 
