@@ -129,8 +129,8 @@ class SOAP(GradientOptimizer):
             Q, P, D = *_basis(batch), batch.get("D").view_as(batch.M)
             λ = self.param_groups[0]["damping"]
             λ = none_of_zero(λ * D.mean((1, 2, 3), keepdim=True)) if self._relative else λ
-            back = (None if q is None else q.mT for q in (Q, P))
-            v = _rotated(next(back), _rotated(Q, batch.M, P) * (D + λ).rsqrt(), next(back))
+            Qt, Pt = (None if q is None else q.mT for q in (Q, P))
+            v = _rotated(Qt, _rotated(Q, batch.M, P) * (D + λ).rsqrt(), Pt)
             out.append(v.masked_fill(batch.is_zero[:, None, None, None], 0.0))
         if self.moments == "sorted" and self.refreshes(step):
             self.refresh(batches)

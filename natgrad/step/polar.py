@@ -56,8 +56,9 @@ class Polar(PlainRule):
         enlarge: by less than 3 % where the gradients have full rank, and by up to 20 % where their rank is low. By
         "minimax" it changes by the rounding of the parameters.
 
-        In the identity metric the gradient itself is rounded, as in torch: by less than 10 %; where the rank is low,
-        directions without a gradient are rounding, and most of the step changes.
+        In the identity metric the gradient itself is rounded, as in torch: a step of 60 × 30 numbers changes by less
+        than 10 %, one of a smaller matrix by more. Where the rank is low, directions without a gradient are rounding,
+        and most of the step changes.
 
     Example:
         >>> Polar()
