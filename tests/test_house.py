@@ -192,7 +192,7 @@ LINES: dict[str, int] = {
     "data": 23,
     "families": 2110,
     "fit": 2078,
-    "gradients": 1207,
+    "gradients": 1208,
     "functionspace": 1306,
     "integrations": 107,
     "invariance": 606,

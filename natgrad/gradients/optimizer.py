@@ -337,7 +337,8 @@ class GradientOptimizer(torch.optim.Optimizer):
         states = [t for of_param in self.state.values() for t in of_param.values()]
         params = [p for group in self.param_groups for p in group["params"]]
         options = [(group["momentum"], group["weight_decay"], group["damping"]) for group in self.param_groups]
-        return tuple(names), tuple(options), tuple([local(t).data_ptr() for t in (*params, *states)])
+        own = [v for name, v in vars(self).items() if name[0] != "_" and isinstance(v, str | float)]  # rms, power, …
+        return tuple(names), tuple(options), tuple(own), tuple([local(t).data_ptr() for t in (*params, *states)])
 
     def _move(
         self, moving: Sequence[Moving], grads: Mapping[str, Tensor], numbers: Sequence[Scalar], step: int

@@ -111,6 +111,8 @@ def way(build: type[nn.Module], make: Make, steps: int) -> tuple[list[Tensor], i
                 p.data = p.data.clone()
         elif event == "new rule" and isinstance(opt, ng.NaturalGradient) and opt.rule == ng.KLClip():
             opt.rule = ng.KLClip(1e-6)
+        elif event == "new rule" and hasattr(opt, "rms"):
+            opt.rms *= 2
         opt.zero_grad()
         y = model(x, whole=event != "left out")
         F.cross_entropy(y.flatten(0, -2), t.flatten()).backward()
