@@ -153,7 +153,7 @@ class SOAP(GradientOptimizer):
         new, _ = iterate_bases(factors, old, sort=self.moments == "carried")
         for (at, side, q), now in zip(sides, new, strict=True):
             if self.moments == "carried":
-                U = (q.mT @ now).square()
+                U = (q.mT @ now.to(q.dtype)).square()  # bases of two types come in one
                 scales[at] = _rotated(U, scales[at], None) if side == 0 else _rotated(None, scales[at], U)
             batches[at].put("QP"[side], now)
         for batch, D in zip(batches, scales, strict=True):

@@ -105,7 +105,7 @@ _COMMON = frozenset(
     (
         *("power", "rms", "polar", "fit", "factors", "decay", "metric_every", "inverse_every", "basis_every", "early"),
         *("structure", "solver", "step", "momentum_on", "nesterov", "sharing", "largest", "strict", "rules", "moments"),
-        *("metric", "output", "examples", "generator", "memory", "iteration"),
+        *("metric", "output", "examples", "generator", "memory", "iteration", "owners"),
         *("nu", "lengthscale", "jitter", "features"),
         *("betas", "eps"),
     )
