@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
 from natgrad.sharding import local
+from tests import forked
 from tests.zoo import opaque
 
 D = torch.float64
@@ -357,13 +356,4 @@ def main(folder: Path, rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    ng.Natural(nn.Linear(2, 2))  # loads torch's compiler once, and not in every process
-    for size in CASES:
-        args = [(Path(sys.argv[1]), rank, size) for rank in range(size)]
-        processes = [multiprocessing.get_context("fork").Process(target=main, args=each) for each in args]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit(1)
+    forked.run(main, CASES)
